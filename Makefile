@@ -1,0 +1,40 @@
+# Every target sets up what it needs. PYTHON chooses the interpreter (3.11 or newer), VENV where the environment lives.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+export HF_HUB_DISABLE_TELEMETRY := 1
+
+.PHONY: demo test check docs build clean
+
+## demo: the main job on the model that ships with the package, offline
+demo: $(READY)
+	$(BIN)/quantry inspect demo
+
+## test: the whole test suite
+test: $(READY)
+	$(BIN)/pytest -n auto
+
+## check: formatting, lint, types, import contract
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+## docs: rewrites the generated parts of docs/
+docs: $(READY)
+	$(BIN)/python docs/generate.py
+
+## build: a wheel and a source archive in dist/
+build: $(READY)
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quantry needs Python 3.11 or newer, this is %d.%d: set PYTHON=python3.11" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV) || { echo "python3-venv is missing: apt-get install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

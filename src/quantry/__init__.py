@@ -1,0 +1,28 @@
+"""Quantry: from a 16-bit checkpoint to a quantized model that its engine is proven to serve.
+
+Every command of the command line is a function here, with the same name and the same options. They are imported when
+they are first used, so that `import quantry` costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quantry.anatomy import inspect
+    from quantry.errors import QuantryError
+    from quantry.types import Anatomy
+
+__version__ = "0.1.0"
+__all__ = ["Anatomy", "QuantryError", "__version__", "inspect"]
+
+_HOMES = {"Anatomy": "types", "QuantryError": "errors", "inspect": "anatomy"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'quantry' has no attribute {name!r}")
+    return getattr(import_module(f"quantry.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,5 @@
+"""`python -m quantry` is the command `quantry`."""
+
+from quantry.cli import main
+
+main()

@@ -1,0 +1,96 @@
+"""`quantry inspect`: a picture of a model, read from its headers."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rich.console import RenderableType
+
+    from quantry.types import Anatomy, KVLayers
+
+BAR = 16  # characters of the longest bar
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="A folder, a .gguf file, a hub id (owner/name) or the word demo.")],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Show what a model is made of, from its headers alone."""
+    from quantry.anatomy import inspect
+
+    anatomy = inspect(model)
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(anatomy.to_dict(), indent=2))
+    else:
+        from rich.console import Console
+
+        console = Console(highlight=False)
+        for item in picture(anatomy):
+            console.print(item)
+
+
+def picture(anatomy: "Anatomy") -> list["RenderableType"]:
+    """The anatomy as a person would rather see it."""
+    from rich.table import Table
+
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim")
+    facts.add_column()
+    for name, value in _facts(anatomy):
+        facts.add_row(name, value)
+
+    parts = Table(box=None, padding=(0, 1), header_style="dim")
+    parts.add_column("part")
+    for heading in ("tensors", "parameters", "bytes"):
+        parts.add_column(heading, justify="right")
+    parts.add_column("share", min_width=BAR, no_wrap=True)
+    parts.add_column("stored as")
+    largest = max((part.bytes for part in anatomy.parts), default=1) or 1
+    for part in sorted(anatomy.parts, key=lambda part: -part.bytes):
+        bar = "█" * round(BAR * part.bytes / largest) or "▏"
+        dtypes = ", ".join(f"{dtype} {nbytes / part.bytes:.0%}" for dtype, nbytes in _by_size(part.dtypes))
+        dtypes = dtypes if len(part.dtypes) > 1 else next(iter(part.dtypes))
+        parts.add_row(part.name, f"{part.tensors:,}", f"{part.parameters:,}", human_bytes(part.bytes), bar, dtypes)
+    return [f"[bold]{anatomy.source}[/bold]", facts, "", parts]
+
+
+def _facts(anatomy: "Anatomy") -> list[tuple[str, str]]:
+    quantized = anatomy.quantization
+    group = f", groups of {quantized.group_size}" if quantized and quantized.group_size else ""
+    return [
+        ("architecture", f"{anatomy.architecture}, {anatomy.blocks} blocks ({anatomy.format})"),
+        ("parameters", f"{anatomy.parameters:,}"),
+        ("size", f"{human_bytes(anatomy.bytes)} in {anatomy.tensors:,} tensors"),
+        ("bits a weight", f"{anatomy.bits_per_weight:.2f}"),
+        ("quantization", f"{quantized.method}, {quantized.bits:g} bits{group}" if quantized else "none"),
+        ("head", "tied to the embedding" if anatomy.tied_head else "own weights"),
+        ("context", f"{anatomy.context_length:,} tokens" if anatomy.context_length else "not stated"),
+        ("KV cache", f"{anatomy.kv_bytes_per_token:,} bytes a token in 16 bit"),
+        *(("", _kv_line(layers)) for layers in anatomy.kv_layers),
+        ("tokenizer", anatomy.tokenizer or "[yellow]missing[/yellow]"),
+        ("chat template", "present" if anatomy.chat_template else "[yellow]missing[/yellow]"),
+    ]
+
+
+def _kv_line(layers: "KVLayers") -> str:
+    line = f"{layers.layers} {layers.kind} layers: {layers.bytes_per_token:,} bytes a token"
+    if layers.window:
+        line += f", at most {layers.window:,} tokens"
+    if layers.kind == "recurrent":
+        line += f", constant state of {human_bytes(layers.state_bytes) if layers.state_bytes else 'unknown size'}"
+    return line
+
+
+def _by_size(dtypes: "Mapping[str, int]") -> list[tuple[str, int]]:
+    return sorted(dtypes.items(), key=lambda item: -item[1])
+
+
+def human_bytes(count: int) -> str:
+    """1536 -> '1.5 KiB'."""
+    power = min(max(count.bit_length() - 1, 0) // 10, 4)
+    return f"{count / 1024**power:.{1 if power else 0}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
