@@ -41,7 +41,9 @@ def imported(*arguments: str) -> set[str]:
 
 
 def test_public_names_are_frozen() -> None:
-    assert set(quantry.__all__) == {"Anatomy", "QuantryError", "__version__", "inspect"}
+    assert set(quantry.__all__) == {
+        "Anatomy", "Artefact", "QuantryError", "__version__", "convert", "inspect", "presets", "quantize",
+    }  # fmt: skip
     for name in quantry.__all__:
         assert getattr(quantry, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
@@ -56,7 +58,15 @@ def test_flags_are_frozen() -> None:
         name: sorted(option for parameter in command.params for option in parameter.opts)
         for name, command in group.commands.items()  # type: ignore[attr-defined]
     }
-    assert flags == {"inspect": ["--json", "model"]}
+    assert flags == {
+        "convert": ["--dry-run", "--json", "--output", "--requantize", "--to", "-o", "source"],
+        "inspect": ["--json", "model"],
+        "presets": ["--json"],
+        "quantize": [
+            "--device", "--dry-run", "--format", "--group", "--json", "--keep-odd", "--output", "--plan", "--preset",
+            "--recipe", "-o", "model",
+        ],
+    }  # fmt: skip
 
 
 def test_json_names_are_frozen(make_folder: MakeFolder) -> None:
@@ -159,10 +169,18 @@ def test_unreadable_values_do_not_leak_a_traceback(make_folder: MakeFolder) -> N
 def test_unknown_plugin_is_answered_with_the_choices() -> None:
     with pytest.raises(UnknownNameError, match=r"unknown cli 'inspct'; did you mean inspect\?"):
         registry.load("quantry.cli", "inspct")
-    with pytest.raises(UnknownNameError, match="choose one of: inspect"):
+    with pytest.raises(UnknownNameError, match="choose one of: convert, inspect"):
         registry.load("quantry.cli", "zzz")
     assert registry.load("quantry.cli", "inspect").__name__ == "quantry.cli.inspect"
 
 
 def test_version() -> None:
     assert run("--version").stdout == f"quantry {quantry.__version__}\n"
+
+
+def test_no_module_hides_a_function() -> None:
+    """Importing a module named like a function would replace the function."""
+    code = "import quantry, importlib\nfor n in quantry.__all__:\n    getattr(quantry, n)\nassert callable(quantry.inspect)\n"
+    code += "import quantry.pipeline, quantry.conversion, quantry.cli\nfor n in ('inspect', 'quantize', 'convert', 'presets'):\n"
+    code += "    assert type(getattr(quantry, n)).__name__ == 'function', n\n"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,13 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quantry.anatomy import inspect
+    from quantry.conversion import convert
     from quantry.errors import QuantryError
-    from quantry.types import Anatomy
+    from quantry.pipeline import quantize
+    from quantry.recipe import presets
+    from quantry.types import Anatomy, Artefact
 
 __version__ = "0.1.0"
-__all__ = ["Anatomy", "QuantryError", "__version__", "inspect"]
+__all__ = ["Anatomy", "Artefact", "QuantryError", "__version__", "convert", "inspect", "presets", "quantize"]
 
-_HOMES = {"Anatomy": "types", "QuantryError": "errors", "inspect": "anatomy"}
+_HOMES = {
+    "Anatomy": "types",
+    "Artefact": "types",
+    "QuantryError": "errors",
+    "convert": "conversion",
+    "inspect": "anatomy",
+    "presets": "recipe",
+    "quantize": "pipeline",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -33,3 +33,15 @@ class UnknownNameError(QuantryError):
 
 class HubError(QuantryError):
     """The model hub refused or could not be reached."""
+
+
+class RecipeError(QuantryError):
+    """A preset, recipe or combination of options that cannot be carried out."""
+
+
+class OutputError(QuantryError):
+    """The output cannot be written: in use, not empty, no room, no permission."""
+
+
+class WeightError(QuantryError):
+    """A tensor whose values or shape do not suit what is asked for."""

@@ -3,7 +3,10 @@
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from math import prod
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LayerKind = Literal["full", "sliding", "mla", "recurrent"]
 
@@ -94,6 +97,110 @@ class Anatomy:
     quantization: Quantization | None
     tokenizer: str | None
     chat_template: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+GridKind = Literal["int", "e4m3", "e5m2", "e2m1", "nf4", "fp4", "bf16", "f16"]
+ScaleType = Literal["f32", "f16", "bf16", "e8m0", "e4m3"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The values a weight or an activation may take, and how many of them share a scale.
+
+    `block` is the (rows, columns) that share one scale, 0 meaning all of them: (0, 0) the tensor, (1, 0) a channel or a
+    token, (1, 64) a group, (128, 128) a block. `e2m1` with `e8m0` scales is MXFP4, with `e4m3` scales and one float32
+    scale for the whole tensor NVFP4. `nf4` and `fp4` are bitsandbytes' code books over the flattened tensor; `nested`
+    says that their scales are quantized once more. `bf16` and `f16` are plain casts without a scale.
+    """
+
+    kind: GridKind
+    bits: int
+    block: tuple[int, int] = (1, 0)
+    symmetric: bool = True
+    scale: ScaleType = "bf16"
+    nested: bool = False
+
+    @property
+    def is_cast(self) -> bool:
+        return self.kind in ("bf16", "f16")
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """How an engine quantizes the input of a layer; `dynamic` means scales are found as it runs."""
+
+    grid: Grid
+    dynamic: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """What becomes of a linear layer: the grid of its weight, and of its input if that is quantized too."""
+
+    weight: Grid
+    activation: Activation | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Nested:
+    """Scales that are themselves quantized, as bitsandbytes does: value = table[code] * absmax[block] + offset."""
+
+    codes: "Tensor"  # uint8, one a scale
+    absmax: "Tensor"  # float32, one for `block` scales
+    offset: float
+    block: int = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Params:
+    """What a fit finds for a weight: scales in their stored dtype, and what goes with them.
+
+    `scale` has the shape of the weight cut by `grid.block`, (rows / block rows, columns / block columns), rounded up;
+    for nf4 and fp4 it is flat, and holds the values that the nested codes decode to. e8m0 scales are uint8 exponents.
+    """
+
+    scale: "Tensor"
+    zero: "Tensor | None" = None  # int8 like the codes, same shape as scale; None on a symmetric grid
+    outer: "Tensor | None" = None  # NVFP4's float32 divisor: effective scale = scale / outer
+    nested: Nested | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QTensor:
+    """A quantized weight: one code for each weight, not packed. Rounders make it, formats store it.
+
+    Codes: `int` int8 in [-2**(bits-1), 2**(bits-1) - 1], weight = (code - zero) * scale; e4m3 and e5m2 the torch float8
+    dtypes; e2m1 uint8 0..15 (sign in bit 3); nf4 and fp4 uint8 indices into the code book, in the shape of the weight.
+    """
+
+    grid: Grid
+    codes: "Tensor"
+    params: Params
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.codes.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Artefact:
+    """A quantized checkpoint, planned or written. Field names are the JSON names."""
+
+    source: str
+    path: str
+    preset: str
+    format: str
+    parameters: int
+    source_bytes: int
+    bytes: int  # of all stored tensors
+    bits_per_weight: float
+    quantized_layers: int
+    kept_tensors: int
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name -> bytes, sha256; empty until written
+    notes: tuple[str, ...] = ()  # what a person should know of how it was made
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -9,12 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from importlib import import_module
+from pathlib import Path
 
 from quantry.checkpoint.files import whole
 from quantry.errors import HubError
 
 HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?(?::(?P<file>[^:]+\.gguf))?", re.ASCII)
 TIMEOUT_S = 20.0
+PICKLES = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "original/*"]
 
 
 class HubFiles:
@@ -53,6 +55,16 @@ class HubFiles:
             hf_raise_for_status(response)
             data = _take(response.iter_bytes(), start if response.status_code == 200 else 0, length)
         return whole(data, f"{self.label}/{name}", start, length)
+
+    def download(self, names: list[str] | None = None) -> Path:
+        """All files of the revision but pickles (or those named), in the hub's own cache."""
+        from huggingface_hub import snapshot_download
+
+        with _hub_errors(self.label):
+            folder = snapshot_download(
+                self.repo, revision=self._commit_and_sizes[0], allow_patterns=names, ignore_patterns=PICKLES
+            )
+        return Path(folder) / names[0] if names else Path(folder)
 
 
 def _take(chunks: Iterable[bytes], skip: int, length: int) -> bytes:

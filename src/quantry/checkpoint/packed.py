@@ -1,8 +1,8 @@
 """What an already quantized checkpoint holds: which method, and how many model weights each stored tensor stands for.
 
 Read from config.json's `quantization_config` and from the tensors' names and dtypes, as the formats' own writers leave
-them: int32 words pack 32 // bits weights (compressed-tensors) or 32 / bits (GPTQ, AWQ), a byte of a 4-bit float format
-packs two, and scales, zero points and index tensors stand for none.
+them: int32 words pack 32 / bits weights, a byte of a 4-bit float format packs two, and scales, zero points and index
+tensors stand for none.
 """
 
 import re
@@ -49,9 +49,20 @@ def weights_of(checkpoint: Checkpoint, tensor: TensorInfo) -> int:
         return 0
     bits = _bits(settings, tensor)
     if tensor.dtype == "I32" and bits:
-        packed_whole = settings.get("quant_method") == "compressed-tensors"
-        return tensor.numel * (32 // bits) if packed_whole else tensor.numel * 32 // bits
+        return _stored_shape(checkpoint, tensor) if 32 % bits else tensor.numel * (32 // bits)
     return tensor.numel * 2 if tensor.dtype == "U8" and bits == 4 else tensor.numel
+
+
+def _stored_shape(checkpoint: Checkpoint, tensor: TensorInfo) -> int:
+    """Weights in words that their width does not divide: compressed-tensors packed 3 bits in two ways over time, so its
+    `weight_shape` (two 64-bit numbers) is read; GPTQ has always packed 32 weights into as many words as bits.
+    """
+    name = tensor.name.removesuffix("weight_packed") + "weight_shape"
+    shape = next((other for other in checkpoint.tensors if other.name == name and other.nbytes == 16), None)
+    if shape is None:
+        return tensor.numel * 32 // _bits(_settings(checkpoint.config) or {}, tensor)
+    data = checkpoint.read(shape.file, shape.start, 16)
+    return int.from_bytes(data[:8], "little") * int.from_bytes(data[8:], "little")
 
 
 def _settings(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -34,6 +34,18 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
     return _open_gguf(files, hub["file"], str(model)) if hub["file"] else _open_folder(files, str(model))
 
 
+def local_folder(model: str | Path) -> Path:
+    """The folder (or GGUF file) of a model; one on the hub is downloaded first, and taken up where it was left."""
+    path = demo_folder() if model == DEMO else Path(model).expanduser()
+    hub = None if path.exists() else HUB_ID.fullmatch(str(model))
+    if hub is None:
+        if not path.exists():
+            raise _not_found(path)
+        return path
+    files = HubFiles(hub["repo"], hub["revision"])
+    return files.download([hub["file"]] if hub["file"] else None)
+
+
 def demo_folder() -> Path:
     """The folder of the model that ships with the package."""
     return Path(str(package_files("quantry"))) / "demo"

@@ -1,0 +1,57 @@
+"""The weights of a local checkpoint as torch tensors, mapped from the files: nothing is copied until it is used."""
+
+import mmap
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantry.types import TensorInfo
+
+DTYPES = {
+    "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "BOOL": torch.bool,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class MappedWeights:
+    """Tensors of the files in one folder. Pages are shared with the file cache and given back with `release`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def get(self, tensor: TensorInfo) -> Tensor:
+        """The tensor's values; a private mapping, so that torch may think it writable though no one writes."""
+        if tensor.nbytes == 0:
+            return torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
+        flat = torch.frombuffer(self._map(tensor.file), dtype=torch.uint8, count=tensor.nbytes, offset=tensor.start)
+        dtype = DTYPES[tensor.dtype]
+        if tensor.start % dtype.itemsize:
+            flat = flat.clone()  # other writers may leave tensors unaligned
+        return flat.view(dtype).view(tensor.shape)
+
+    def release(self, tensor: TensorInfo) -> None:
+        """Lets the kernel take the tensor's pages back, so that resident memory does not grow with the model."""
+        page = mmap.PAGESIZE
+        start = -(-tensor.start // page) * page
+        length = (tensor.start + tensor.nbytes) // page * page - start
+        if length > 0:
+            self._map(tensor.file).madvise(mmap.MADV_DONTNEED, start, length)
+
+    def _map(self, file: str) -> mmap.mmap:
+        if file not in self._maps:
+            with (self._folder / file).open("rb") as handle:
+                self._maps[file] = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self._maps[file]
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The tensor's data, little-endian, without a copy where it is contiguous and on the CPU."""
+    flat = tensor.detach().cpu().contiguous().flatten()
+    data: Any = flat.view(torch.uint8).numpy()
+    return memoryview(data) if flat.numel() else memoryview(b"")

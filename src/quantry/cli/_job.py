@@ -1,0 +1,61 @@
+"""What the commands that write checkpoints show: what is about to be written, how far it is, and what came of it.
+
+The progress bar is on standard error, so that standard output stays for results.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from quantry.types import Artefact
+
+Progress = Callable[[int, int, str], None]
+
+
+@contextmanager
+def bar(quiet: bool = False) -> Iterator[Progress | None]:
+    """Gives a function to report bytes done, bytes in all and what is in hand; None when there is nothing to show."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield None
+        return
+    columns = (
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("")
+
+        def report(done: int, total: int, label: str) -> None:
+            progress.update(task, completed=done, total=total, description=label)
+
+        yield report
+
+
+def announce(artefact: "Artefact") -> None:
+    """What is about to be written."""
+    typer.echo(
+        f"{artefact.source} -> {artefact.preset} as {artefact.format}: {artefact.quantized_layers} layers quantized, "
+        f"{artefact.kept_tensors} tensors kept\n"
+        f"{artefact.source_bytes:,} -> {artefact.bytes:,} bytes, {artefact.bits_per_weight:.2f} bits a weight"
+    )
+
+
+def report(artefact: "Artefact", dry_run: bool, json: bool) -> None:
+    """What was written."""
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(artefact.to_dict(), indent=2))
+    elif not dry_run:
+        for line in (*artefact.notes, f"wrote {artefact.path}"):
+            typer.echo(line)

@@ -1,0 +1,45 @@
+"""`quantry quantize`: a quantized checkpoint from a 16-bit one."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="A folder, a hub id (owner/name) or the word demo.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The folder to write; new or empty.")],
+    preset: Annotated[str | None, typer.Option(help="A name of `quantry presets`.")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="A TOML file with a preset and rules by layer.")] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="A plan written by `quantry plan -o`; its best option is taken.")
+    ] = None,
+    format: Annotated[str | None, typer.Option(help="One of the formats that can hold the preset.")] = None,  # noqa: A002
+    group: Annotated[int | None, typer.Option(help="Weights that share a scale, for presets with groups.")] = None,
+    keep_odd: Annotated[
+        bool, typer.Option("--keep-odd", help="Leave layers in 16 bit whose shape does not fit.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and stop.")] = False,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")] = "cpu",
+    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Write a quantized checkpoint that engines load unmodified."""
+    from quantry.cli._job import announce, bar, report
+    from quantry.pipeline import quantize
+
+    with bar(quiet=json) as progress:
+        artefact = quantize(
+            model,
+            output,
+            preset=preset,
+            recipe=recipe,
+            plan=plan,
+            format=format,
+            group=group,
+            keep_odd=keep_odd,
+            dry_run=dry_run,
+            device=device,
+            announce=None if json else announce,
+            progress=progress,
+        )
+    report(artefact, dry_run, json)

@@ -1,0 +1,232 @@
+"""Recipes: which scheme each linear layer gets, from a preset, a recipe file or a plan.
+
+A recipe file is TOML: what the command line says, and rules for layers by name, the first that matches wins.
+
+    preset = "w4a16"
+    format = "compressed-tensors"
+    group = 64
+
+    [[rules]]
+    match = "*.layers.0.*"      # shell pattern on the layer's name
+    preset = "w8a16"            # or: keep = true, to leave it in 16 bit
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from quantry import registry
+from quantry.errors import RecipeError, UnknownNameError
+from quantry.types import Activation, Grid, Scheme
+
+CAST = "safetensors"  # the format of 16-bit presets: nothing is encoded
+ROOMS = {"transform": "quantry.transforms", "fit": "quantry.fits", "rounder": "quantry.rounders"}
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """One row of presets.toml."""
+
+    name: str
+    about: str
+    scheme: Scheme
+    formats: tuple[str, ...]
+    transform: str | None = None
+    fit: str = "absmax"
+    rounder: str = "nearest"
+
+    @property
+    def missing(self) -> str | None:
+        """The part of this preset that is not built yet, or None."""
+        for role, room in ROOMS.items():
+            name = getattr(self, role)
+            if name is not None and name not in _available(room):
+                return f"{role} {name}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A preset for the layers whose name matches; no preset leaves them in 16 bit."""
+
+    match: str
+    preset: Preset | None
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A preset for all linear layers, exceptions for some, and the format that holds them."""
+
+    preset: Preset
+    format: str
+    rules: tuple[Rule, ...] = ()
+
+    def preset_for(self, module: str) -> Preset | None:
+        """The preset of the layer `module`; None leaves it in 16 bit."""
+        for rule in self.rules:
+            if fnmatchcase(module, rule.match):
+                return rule.preset
+        return self.preset
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def presets() -> dict[str, Preset]:
+    """All presets by name, in the order of presets.toml."""
+    return dict(_presets())
+
+
+def preset(name: str, group: int | None = None) -> Preset:
+    """The preset of a name that can be made here, with another group size if asked for."""
+    known = _presets()
+    if name not in known:
+        raise UnknownNameError(f"unknown preset {name!r}", fix=registry.suggest(name, tuple(known)))
+    chosen = known[name]
+    if chosen.missing:
+        built = ", ".join(other.name for other in known.values() if not other.missing)
+        raise RecipeError(
+            f"preset {name} needs the {chosen.missing}, which is not built yet", fix=f"choose one of {built}"
+        )
+    return chosen if group is None else _regroup(chosen, group)
+
+
+def from_options(
+    preset_name: str | None,
+    recipe_file: Path | None,
+    plan_file: Path | None,
+    format_name: str | None,
+    group: int | None,
+) -> Recipe:
+    """The recipe that the options of `quantry quantize` describe: exactly one of preset, recipe file and plan."""
+    given = [option for option in (preset_name, recipe_file, plan_file) if option is not None]
+    if len(given) != 1:
+        raise RecipeError(f"{len(given)} of --preset, --recipe and --plan are given", fix="give exactly one of them")
+    if recipe_file is not None:
+        settings = _read(recipe_file, tomllib.loads)
+    elif plan_file is not None:
+        settings = _from_plan(_read(plan_file, json.loads), plan_file)
+    else:
+        settings = {"preset": preset_name}
+    overrides = {"format": format_name, "group": group}
+    return _build({**settings, **{key: value for key, value in overrides.items() if value is not None}})
+
+
+def _build(settings: Mapping[str, Any]) -> Recipe:
+    _only(settings, {"preset", "format", "group", "rules"}, "recipe")
+    main = preset(_text(settings, "preset"), settings.get("group"))
+    rules = settings.get("rules", [])
+    if not isinstance(rules, list):
+        raise RecipeError(f"rules is {str(rules)[:40]!r}, not a list", fix="write each rule as [[rules]]")
+    return _fitting_format(
+        Recipe(main, settings.get("format") or main.formats[0], tuple(_rule(rule) for rule in rules))
+    )
+
+
+def _rule(settings: Any) -> Rule:
+    if not isinstance(settings, Mapping):
+        raise RecipeError(f"a rule is {str(settings)[:40]!r}, not a table", fix="write each rule as [[rules]]")
+    _only(settings, {"match", "preset", "group", "keep"}, "rule")
+    if ("preset" in settings) == bool(settings.get("keep")):
+        raise RecipeError(
+            f"rule {settings.get('match')!r} has not exactly one of preset and keep", fix="give one of them"
+        )
+    chosen = None if settings.get("keep") else preset(_text(settings, "preset"), settings.get("group"))
+    return Rule(_text(settings, "match"), chosen)
+
+
+def _fitting_format(recipe: Recipe) -> Recipe:
+    """The recipe, if its format can hold all its schemes."""
+    if recipe.format != CAST and recipe.format not in registry.choices("quantry.formats"):
+        known = (*registry.choices("quantry.formats"), CAST)
+        raise UnknownNameError(f"unknown format {recipe.format!r}", fix=registry.suggest(recipe.format, known))
+    for one in (recipe.preset, *(rule.preset for rule in recipe.rules if rule.preset)):
+        if recipe.format == CAST:
+            reason = None if one.scheme.weight.is_cast else "safetensors alone holds 16-bit weights only"
+        else:
+            reason = registry.load("quantry.formats", recipe.format).refusal(one.scheme)
+        if reason:
+            raise RecipeError(
+                f"format {recipe.format} cannot hold preset {one.name}: {reason}",
+                fix=f"{one.name} fits {' or '.join(one.formats)}",
+            )
+    return recipe
+
+
+def _regroup(chosen: Preset, group: int) -> Preset:
+    grid = chosen.scheme.weight
+    if grid.kind != "int" or grid.block[0] != 1 or grid.block[1] == 0:
+        raise RecipeError(f"preset {chosen.name} has no groups whose size could be {group}", fix="leave --group out")
+    if type(group) is not int or group < 8 or group % 8 or group > 1024:
+        raise RecipeError(f"group size {group} is not a multiple of 8 from 8 to 1024", fix="use 32, 64 or 128")
+    return replace(chosen, scheme=replace(chosen.scheme, weight=replace(grid, block=(1, group))))
+
+
+@cache
+def _presets() -> dict[str, Preset]:
+    rows = tomllib.loads(files("quantry").joinpath("presets.toml").read_text(encoding="utf-8"))
+    return {name: _preset(name, row) for name, row in rows.items()}
+
+
+def _preset(name: str, row: Mapping[str, Any]) -> Preset:
+    activation = row.get("activation")
+    scheme = Scheme(_grid(row["weight"]), _activation(activation) if activation else None)
+    rest = {key: value for key, value in row.items() if key not in ("weight", "activation", "formats")}
+    return Preset(name=name, scheme=scheme, formats=tuple(row["formats"]), **rest)
+
+
+def _activation(row: Mapping[str, Any]) -> Activation:
+    grid = {key: value for key, value in row.items() if key != "dynamic"}
+    return Activation(_grid(grid), row.get("dynamic", True))
+
+
+def _grid(row: Mapping[str, Any]) -> Grid:
+    return Grid(**{**row, "block": tuple(row.get("block", (1, 0)))})
+
+
+@cache
+def _available(room: str) -> tuple[str, ...]:
+    try:
+        return registry.choices(room)
+    except ModuleNotFoundError:
+        return ()
+
+
+def _read(path: Path, parse: Any) -> Mapping[str, Any]:
+    try:
+        content = parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError(f"cannot read {path}: {error.strerror}", fix="check the path") from error
+    except (ValueError, RecursionError) as error:
+        raise RecipeError(f"{path} cannot be parsed: {error}", fix="mend the file") from error
+    if not isinstance(content, Mapping):
+        raise RecipeError(f"{path} holds a {type(content).__name__}, not an object", fix="mend the file")
+    return content
+
+
+def _from_plan(plan: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """The recipe of a plan: of its first, best option."""
+    options = plan.get("options")
+    best = options[0] if isinstance(options, list) and options else plan
+    if not isinstance(best, Mapping) or "preset" not in best:
+        raise RecipeError(f"{path} names no preset", fix="write it with quantry plan -o")
+    return {key: best[key] for key in ("preset", "format", "group") if best.get(key) is not None}
+
+
+def _only(settings: Mapping[str, Any], known: set[str], kind: str) -> None:
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        raise RecipeError(f"the {kind} has an unknown key {unknown[0]!r}", fix=f"known are {', '.join(sorted(known))}")
+
+
+def _text(settings: Mapping[str, Any], key: str) -> str:
+    value = settings.get(key)
+    if not isinstance(value, str):
+        raise RecipeError(f"{key} is {str(value)[:40]!r}, not a name", fix=f'write {key} = "..."')
+    return value
