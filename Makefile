@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: demo test check docs build clean
+.PHONY: demo test test-engines check docs build clean
 
 ## demo: the main job on the model that ships with the package, offline
 demo: $(READY)
@@ -14,6 +14,10 @@ demo: $(READY)
 ## test: the whole test suite
 test: $(READY)
 	$(BIN)/pytest -n auto
+
+## test-engines: real engines, each in its own environment, load and score what Quantry writes
+test-engines: $(READY)
+	$(BIN)/pytest -m engines tests/engines -s
 
 ## check: formatting, lint, types, import contract
 check: $(READY)

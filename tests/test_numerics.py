@@ -12,11 +12,12 @@ from torch import Tensor
 from quantry.fits import absmax as absmax_fit
 from quantry.fits import mse as mse_fit
 from quantry.numerics import codebooks, grids
+from quantry.numerics.activations import simulate
 from quantry.numerics.blocks import absmax, cut, join, scale_shape
 from quantry.numerics.grids import SCALE_DTYPES, decode, dequantize, effective_scale, encode
 from quantry.numerics.scales import affine, symmetric
 from quantry.rounders.nearest import round_weight
-from quantry.types import Grid, Params
+from quantry.types import Activation, Grid, Params
 
 GRIDS = {
     "int8 tensor": Grid("int", 8, (0, 0)),
@@ -244,3 +245,23 @@ def test_e8m0_scales_are_exact_powers() -> None:
     grid = GRIDS["mxfp4"]
     exponents = torch.arange(255, dtype=torch.uint8)[None]
     assert effective_scale(grid, Params(exponents)).double()[0].tolist() == [2.0 ** (e - 127) for e in range(255)]
+
+
+@pytest.mark.parametrize(
+    ("grid", "largest"),
+    [(Grid("int", 8, (1, 0)), 127.0), (Grid("e4m3", 8, (1, 0)), 448.0), (Grid("e4m3", 8, (1, 32)), 448.0)],
+)
+def test_simulated_activations_by_plain_loops(grid: Grid, largest: float) -> None:
+    inputs = (
+        torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1)) * torch.tensor([1.0, 30.0])[:, None, None]
+    )
+    found = simulate(inputs, Activation(grid))
+    wide = grid.block[1] or 64
+    table = levels(grid)
+    for token, row in zip(inputs.reshape(-1, 64).double().numpy(), found.reshape(-1, 64).double().numpy(), strict=True):
+        for begin in range(0, 64, wide):
+            group = token[begin : begin + wide]
+            scale = np.abs(group).max() / largest
+            nearest = table[np.abs(group[:, None] / scale - table).argmin(1)] * scale
+            step = np.abs(group - row[begin : begin + wide])
+            assert np.all(step <= np.abs(group - nearest) + 1e-6 * np.abs(group).max())

