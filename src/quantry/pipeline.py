@@ -161,8 +161,8 @@ class Quantizer:
         """The largest magnitude of all linears of a piece, where a scale spans them."""
         if not spans_tensor(piece.grid):
             return None
-        peaks = [self._linear(linear).abs().max().float() for linear in piece.linears]
-        return torch.stack(peaks).max().to(self._device)
+        peaks = [self._linear(linear).to(self._device).abs().max().float() for linear in piece.linears]
+        return torch.stack(peaks).max()
 
     def _linear(self, linear: Linear) -> Tensor:
         """The (out, in) weight of a linear."""

@@ -44,3 +44,17 @@ def _quantize_input(module: Any, activation: Activation) -> None:
 def log_probabilities(model: Any, sequences: list[list[int]]) -> list[Tensor]:
     """For each sequence, the log-probabilities of every token at each position after the first."""
     return [torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1].double(), dim=-1) for ids in sequences]
+
+
+def divergence(served: list[Any], decoded: list[Tensor]) -> float:
+    """Mean KL from what the engine said to what was decoded, over the tokens it reported and the rest as one."""
+    total, count = 0.0, 0
+    for positions, rows in zip(served, decoded, strict=True):
+        for position, row in zip(positions, rows, strict=True):
+            tokens = torch.tensor([token for token, _ in position])
+            engine = torch.tensor([value for _, value in position], dtype=torch.float64)
+            ours = row[tokens]
+            rest, our_rest = ((1 - values.exp().sum()).clamp(min=1e-9) for values in (engine, ours))
+            total += float((engine.exp() * (engine - ours)).sum() + rest * (rest.log() - our_rest.log()))
+            count += 1
+    return total / count

@@ -3,10 +3,12 @@
     python score_vllm.py TOKENS.json OUT.json MODEL [MODEL ...]
 
 TOKENS.json is a list of lists of token ids. OUT.json gets, for each model, for each sequence, for each position after the
-first, a list of [token id, log-probability]: the most likely tokens, and the one that follows in the sequence.
+first, a list of [token id, log-probability]: the most likely tokens, and the one that follows in the sequence. The
+variable QUANTRY_VLLM_ARGUMENTS may hold more arguments of the engine as JSON.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -24,6 +26,7 @@ def score(model: str, sequences: list[list[int]]) -> list[list[list[tuple[int, f
         disable_log_stats=True,
         enable_prefix_caching=False,
         seed=0,
+        **json.loads(os.environ.get("QUANTRY_VLLM_ARGUMENTS", "{}")),
     )
     wanted = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=TOP)
     outputs = engine.generate([{"prompt_token_ids": ids} for ids in sequences], wanted, use_tqdm=False)

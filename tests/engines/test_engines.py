@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import quantry
-from decoded import load, log_probabilities
+from decoded import divergence, load, log_probabilities
 from environment import CACHE, HERE, ensure
 
 pytestmark = pytest.mark.engines
@@ -124,20 +123,6 @@ def vllm(workshop: Path) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def transformers(workshop: Path) -> dict[str, Any]:
     return serve("transformers", "score_transformers.py", TRANSFORMERS, workshop)
-
-
-def divergence(served: list[Any], decoded: list[torch.Tensor]) -> float:
-    """Mean KL from what the engine said to what was decoded, over the tokens it reported and the rest as one."""
-    total, count = 0.0, 0
-    for positions, rows in zip(served, decoded, strict=True):
-        for position, row in zip(positions, rows, strict=True):
-            tokens = torch.tensor([token for token, _ in position])
-            engine = torch.tensor([value for _, value in position], dtype=torch.float64)
-            ours = row[tokens]
-            rest, our_rest = ((1 - values.exp().sum()).clamp(min=1e-9) for values in (engine, ours))
-            total += float((engine.exp() * (engine - ours)).sum() + rest * (rest.log() - our_rest.log()))
-            count += 1
-    return total / count
 
 
 def check(case: Case, served: Any, folder: Path) -> None:

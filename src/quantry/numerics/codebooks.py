@@ -8,7 +8,6 @@ checked bit for bit.
 """
 
 from functools import cache
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -28,9 +27,21 @@ BOOKS = {"nf4": NF4, "fp4": FP4}
 
 
 def nearest_e2m1(values: Tensor) -> Tensor:
-    """E2M1 codes of scaled values: halves go to the even code, what is too large to 6, the sign into bit 3."""
-    magnitude = torch.bucketize(values.abs(), _e2m1_edges(values.device), out_int32=True).to(torch.uint8)
-    return magnitude | (torch.signbit(values).to(torch.uint8) << 3)
+    """E2M1 codes of scaled values: halves go to the even code, what is too large to 6, the sign into bit 3.
+
+    Steps are 0.5 up to 2, 1 up to 4 and 2 above: a code is a rounded multiple of its step plus where that part begins.
+    """
+    size = values.abs().clamp_(max=6.0)
+    low, middle, high = (size * 2).round_(), size.round().add_(2), (size / 2).round_().add_(4)
+    magnitude = torch.where(size < 2, low, torch.where(size < 4, middle, high)).to(torch.uint8)
+    return magnitude.bitwise_or_(torch.signbit(values).to(torch.uint8) << 3)
+
+
+def snap_e2m1(values: Tensor) -> Tensor:
+    """The E2M1 values nearest to scaled values."""
+    size = values.abs().clamp_(max=6.0)
+    low, middle, high = (size * 2).round_().div_(2), size.round(), (size / 2).round_().mul_(2)
+    return torch.where(size < 2, low, torch.where(size < 4, middle, high)).copysign_(values)
 
 
 def e2m1_values(codes: Tensor) -> Tensor:
@@ -45,7 +56,7 @@ def encode(weight: Tensor, grid: Grid, scale: Tensor) -> Tensor:
     edges, order = _edges(grid.kind, weight.device)
     inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
     codes = torch.empty(blocks.shape, dtype=torch.uint8, device=weight.device)
-    step = max(1, (1 << 20) // grid.block[1])
+    step = max(1, (1 << (26 if weight.is_cuda else 20)) // grid.block[1])
     for start in range(0, blocks.shape[0], step):
         part = slice(start, start + step)
         rank = torch.bucketize(blocks[part].float() * inverse[part, None], edges, out_int32=True)
@@ -96,14 +107,6 @@ def dynamic_table() -> Tensor:
         scaled = ((10.0 ** (decade - 6)) * means).tolist()
         values += [*scaled, *(-value for value in scaled)]
     return torch.tensor(sorted([*values, 0.0, 1.0]), dtype=torch.float32)
-
-
-@cache
-def _e2m1_edges(device: torch.device) -> Tensor:
-    """Midpoints between neighbours; lowered by one step where a half must go up to be even."""
-    middles = torch.tensor([(low + high) / 2 for low, high in pairwise(E2M1)])
-    below = torch.nextafter(middles, torch.zeros(()))
-    return torch.where(torch.arange(7) % 2 == 1, below, middles).to(device)
 
 
 @cache

@@ -15,6 +15,7 @@ from quantry.numerics.blocks import block_of, cut, join, spread
 from quantry.types import Grid, Params, QTensor
 
 CHUNK = 1 << 20  # weights worked on at a time: 4 MiB of float32
+GPU_CHUNK = 1 << 26  # enough to fill a GPU
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 SCALE_DTYPES = {
     "f32": torch.float32,
@@ -32,7 +33,7 @@ def encode(weight: Tensor, grid: Grid, params: Params) -> Tensor:
     if grid.kind in codebooks.BOOKS:
         return codebooks.encode(weight, grid, params.scale)
     codes = torch.empty(weight.shape, dtype=code_dtype(grid), device=weight.device)
-    for rows, scale, zero in _chunks(weight.shape, grid, params):
+    for rows, scale, zero in _chunks(weight, grid, params):
         blocks = cut(weight[rows].float(), grid).div(spread(scale))
         if zero is not None:
             blocks += spread(zero)
@@ -46,7 +47,7 @@ def decode(codes: Tensor, grid: Grid, params: Params, dtype: torch.dtype = torch
     if grid.kind in codebooks.BOOKS:
         return codebooks.decode(codes, grid, params.scale).to(dtype)
     weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    for rows, scale, zero in _chunks(codes.shape, grid, params):
+    for rows, scale, zero in _chunks(codes, grid, params):
         values = _value(grid)(codes[rows])
         blocks = cut(values, grid)
         if zero is not None:
@@ -79,21 +80,32 @@ def effective_scale(grid: Grid, params: Params) -> Tensor:
     return scale if params.outer is None else scale / params.outer
 
 
-def _chunks(shape: torch.Size, grid: Grid, params: Params) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+def _chunks(matrix: Tensor, grid: Grid, params: Params) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
     """Slices of rows, each with its float32 scales and zeros."""
-    height, width = shape[0], shape[1]
+    height, width = matrix.shape
+    chunk = GPU_CHUNK if matrix.is_cuda else CHUNK
     tall = block_of(grid, (height, width))[0]
     scale = effective_scale(grid, params)
     zero = None if params.zero is None else params.zero.float()
     if grid.block[0] == 0:  # one block of all rows: any slice of it has the same scale
-        step = max(1, CHUNK // max(width, 1))
+        step = max(1, chunk // max(width, 1))
         for start in range(0, height, step):
             yield slice(start, start + step), scale, zero
         return
-    step = tall * max(1, CHUNK // max(width * tall, 1))
+    step = tall * max(1, chunk // max(width * tall, 1))
     for start in range(0, height, step):
         blocks = slice(start // tall, (start + step) // tall)
         yield slice(start, start + step), scale[blocks], None if zero is None else zero[blocks]
+
+
+def snap(grid: Grid) -> Callable[[Tensor], Tensor]:
+    """The rounding of scaled values to the grid's own values; may overwrite its argument."""
+    if grid.kind == "int":
+        low, high = code_range(grid)
+        return lambda values: values.round_().clamp_(low, high)
+    if grid.kind == "e2m1":
+        return codebooks.snap_e2m1
+    return lambda values: _nearest(grid)(values).float()
 
 
 def _nearest(grid: Grid) -> Callable[[Tensor], Tensor]:
