@@ -46,6 +46,24 @@ def log_probabilities(model: Any, sequences: list[list[int]]) -> list[Tensor]:
     return [torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1].double(), dim=-1) for ids in sequences]
 
 
+@torch.no_grad()
+def shaken(model: Any, sequences: list[list[int]]) -> list[Tensor]:
+    """The same log-probabilities when the input of every linear layer is off by what bfloat16 rounds away."""
+    generator = torch.Generator().manual_seed(0)
+
+    def shake(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        noise = torch.rand(inputs[0].shape, generator=generator) * 2 - 1
+        return (inputs[0] * (1 + 2**-9 * noise), *inputs[1:])
+
+    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    hooks = [module.register_forward_pre_hook(shake) for module in linears]
+    try:
+        return log_probabilities(model, sequences)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def divergence(served: list[Any], decoded: list[Tensor]) -> float:
     """Mean KL from what the engine said to what was decoded, over the tokens it reported and the rest as one."""
     total, count = 0.0, 0

@@ -3,9 +3,9 @@
 Each engine runs in its own environment (environment.py), scores two passages with every artefact, and its next-token
 log-probabilities are held against the artefact decoded by Quantry and run in float32 (decoded.py).
 
-Schemes with quantized activations are chaotic in a deep model: noise of 0.01 % in front of each layer moves them as far
-as the quantization itself (KL 0.046 against 0.040 for w8a8 on the 135M model). So they are compared closely on the first
-two blocks of the model, and in the whole model only against that floor.
+Schemes with quantized activations are chaotic: noise of 0.01 % in front of each layer moves them as far as the
+quantization itself (KL 0.046 against 0.040 for w8a8 on the 135M model), and an engine computes in bfloat16. So they are
+held against that floor, on the whole model and on its first two blocks; a wrong order of channels is a KL of 4 and more.
 """
 
 import json
@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import quantry
-from decoded import divergence, load, log_probabilities
+from decoded import divergence, load, log_probabilities, shaken
 from environment import CACHE, HERE, ensure
+from quantry.recipe import presets
 
 pytestmark = pytest.mark.engines
 
@@ -37,11 +39,14 @@ presses less on its surface. Cooks who live there know that potatoes take longer
 
 @dataclass(frozen=True)
 class Case:
-    """An artefact and how closely an engine must agree with its decoded bytes: mean KL over the passages."""
+    """An artefact and how closely an engine must agree with its decoded bytes: mean KL over the passages.
+
+    No bound stands for quantized inputs: 1.75 times the KL by which bfloat16's own rounding moves the decoded artefact.
+    """
 
     preset: str
     format: str
-    bound: float
+    bound: float | None
     group: int | None = None
     layers: int | None = None
 
@@ -56,10 +61,10 @@ VLLM = [
     Case("w4a16", "compressed-tensors", 5e-3, group=64),
     Case("w4a16", "gptq", 5e-3, group=64),
     Case("w4a16-asym", "awq", 1e-3, group=64),
-    Case("w8a8", "compressed-tensors", 2e-3, layers=2),
-    Case("fp8-dynamic", "compressed-tensors", 2e-3, layers=2),
-    Case("w8a8", "compressed-tensors", 0.1),
-    Case("fp8-dynamic", "compressed-tensors", 0.1),
+    Case("w8a8", "compressed-tensors", None, layers=2),
+    Case("fp8-dynamic", "compressed-tensors", None, layers=2),
+    Case("w8a8", "compressed-tensors", None),
+    Case("fp8-dynamic", "compressed-tensors", None),
 ]
 TRANSFORMERS = [
     Case("nf4", "bitsandbytes", 5e-3),
@@ -69,8 +74,8 @@ TRANSFORMERS = [
     Case("w4a16-asym", "compressed-tensors", 5e-3, group=64),
     Case("w8a16", "compressed-tensors", 5e-3, group=64),
     Case("w3a16", "compressed-tensors", 5e-3, group=64),
-    Case("w8a8", "compressed-tensors", 5e-3, layers=2),
-    Case("fp8-dynamic", "compressed-tensors", 5e-3, layers=2),
+    Case("w8a8", "compressed-tensors", None, layers=2),
+    Case("fp8-dynamic", "compressed-tensors", None, layers=2),
     Case("nvfp4", "compressed-tensors", 5e-3),
     Case("mxfp4", "compressed-tensors", 5e-3),
 ]
@@ -127,14 +132,18 @@ def transformers(workshop: Path) -> dict[str, Any]:
 
 def check(case: Case, served: Any, folder: Path) -> None:
     assert not isinstance(served, str), served
-    found = divergence(served, log_probabilities(load(folder / case.name), sequences()))
-    plain = divergence(served, log_probabilities(load(reference(case.layers)), sequences()))
-    print(
-        f"{case.name}: KL to the decoded artefact {found:.2e} (bound {case.bound:g}), to the 16-bit model {plain:.2e}"
-    )
-    assert found < case.bound
-    if case.preset != "bf16" and (case.bound < 0.1):
-        assert found < 0.5 * plain, "closer to the 16-bit model than to what was written"
+    model, texts = load(folder / case.name), sequences()
+    decoded = log_probabilities(model, texts)
+    found = divergence(served, decoded)
+    plain = divergence(served, log_probabilities(load(reference(case.layers)), texts))
+    bound = case.bound
+    if bound is None:
+        pairs = zip(decoded, shaken(model, texts), strict=True)
+        bound = 1.75 * float(torch.cat([(row.exp() * (row - other)).sum(-1) for row, other in pairs]).mean())
+    print(f"{case.name}: KL to the decoded artefact {found:.2e} (bound {bound:.2e}), to the 16-bit model {plain:.2e}")
+    assert found < bound
+    if case.bound is not None and presets()[case.preset].scheme.weight.bits < 8:
+        assert found < 0.1 * plain, "as near to the 16-bit model as to what was written"
 
 
 @pytest.mark.parametrize("case", VLLM, ids=lambda case: case.name)
