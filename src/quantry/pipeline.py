@@ -27,7 +27,7 @@ from quantry.checkpoint.writer import Entry, ShardWriter, nbytes
 from quantry.errors import CheckpointError, OutputError, RecipeError, WeightError
 from quantry.pieces import Division, Keep, Piece, Quantize, divide, shards
 from quantry.recipe import CAST, Recipe, from_options
-from quantry.types import Anatomy, Artefact, Checkpoint, Grid, QTensor
+from quantry.types import Anatomy, Artefact, Checkpoint, QTensor
 
 SHARD_BYTES = 4 << 30
 COPIED = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.py", "merges.txt", "vocab.txt", "LICENSE*", "NOTICE*")
@@ -159,7 +159,7 @@ class Quantizer:
 
     def _whole(self, piece: Quantize) -> Tensor | None:
         """The largest magnitude of all linears of a piece, where a scale spans them."""
-        if not spans_tensor(piece.grid):
+        if not piece.grid.spans_tensor:
             return None
         peaks = [self._linear(linear).to(self._device).abs().max().float() for linear in piece.linears]
         return torch.stack(peaks).max()
@@ -173,14 +173,9 @@ class Quantizer:
         return weight[slice(*linear.rows)].contiguous() if linear.rows else weight
 
 
-def spans_tensor(grid: Grid) -> bool:
-    """Whether a grid has a scale for the whole tensor, which fused layers must share."""
-    return grid.block == (0, 0) or grid.scale == "e4m3"
-
-
 def check_finite(weight: Tensor, name: str) -> None:
-    """A sum is finite only if all its terms are; looking closer is left for when it is not."""
-    if not torch.isfinite(weight.sum(dtype=torch.float32)) and not torch.isfinite(weight).all():
+    """NaN goes through a minimum, and infinity is one: counting is left for when there is something to count."""
+    if weight.numel() and not torch.isfinite(torch.stack(weight.aminmax())).all():
         bad = int((~torch.isfinite(weight)).sum())
         raise WeightError(f"{name} has {bad} weights that are NaN or infinite", fix="repair or retrain the checkpoint")
 

@@ -127,6 +127,11 @@ class Grid:
     def is_cast(self) -> bool:
         return self.kind in ("bf16", "f16")
 
+    @property
+    def spans_tensor(self) -> bool:
+        """Whether there is a scale for the whole tensor, which layers that an engine fuses must share."""
+        return self.block == (0, 0) or self.scale == "e4m3"
+
 
 @dataclass(frozen=True, slots=True)
 class Activation:

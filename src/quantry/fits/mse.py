@@ -24,7 +24,8 @@ def fit(weight: Tensor, grid: Grid, whole: Tensor | None = None) -> Params:
     """Parameters for `weight`; `whole` is the largest magnitude of all weights that must share a per-tensor scale."""
     if grid.kind in codebooks.BOOKS:
         raise ValueError(f"{grid.kind} scales are absolute maxima by definition")
-    whole = weight.abs().max().float() if whole is None else whole
+    if whole is None:
+        whole = absmax(weight, Grid(grid.kind, grid.bits, (0, 0))).max() if grid.spans_tensor else weight.new_zeros(())
     if grid.block[0] == 0:
         return _search(weight, grid, whole)
     chunk = GPU_CHUNK if weight.is_cuda else CHUNK
@@ -40,6 +41,7 @@ def _search(weight: Tensor, grid: Grid, whole: Tensor) -> Params:
     low, high = (None, None) if grid.symmetric else extremes(weight, grid)
     top = whole.reshape(1, 1) if grid.block == (0, 0) else absmax(weight, grid)
     blocks, nearest = cut(weight, grid), snap(grid)
+    work = torch.empty_like(blocks)
     best: Params | None = None
     least = torch.full_like(top, float("inf"))
     for fraction in torch.linspace(1.0, SMALLEST, STEPS).tolist():
@@ -47,7 +49,7 @@ def _search(weight: Tensor, grid: Grid, whole: Tensor) -> Params:
             trial = symmetric(top * fraction, grid, whole)
         else:
             trial = affine(low * fraction, high * fraction, grid)
-        error = _error(blocks, grid, trial, nearest)
+        error = _error(blocks, grid, trial, nearest, work)
         better = error < least
         least = torch.where(better, error, least)
         best = trial if best is None else _choose(better, trial, best)
@@ -55,15 +57,15 @@ def _search(weight: Tensor, grid: Grid, whole: Tensor) -> Params:
     return best
 
 
-def _error(blocks: Tensor, grid: Grid, params: Params, nearest: Callable[[Tensor], Tensor]) -> Tensor:
-    """The norm of the rounding error of each block."""
+def _error(blocks: Tensor, grid: Grid, params: Params, nearest: Callable[[Tensor], Tensor], work: Tensor) -> Tensor:
+    """The norm of the rounding error of each block; `work` is overwritten."""
     scale = spread(effective_scale(grid, params))
-    scaled = blocks / scale
+    torch.div(blocks, scale, out=work)
     if params.zero is None:
-        rounded = nearest(scaled)
+        rounded = nearest(work)
     else:
         zero = spread(params.zero.float())
-        rounded = nearest(scaled.add_(zero)).sub_(zero)
+        rounded = nearest(work.add_(zero)).sub_(zero)
     norm: Tensor = torch.linalg.vector_norm(rounded.mul_(scale).sub_(blocks), dim=(1, 3))
     return norm
 

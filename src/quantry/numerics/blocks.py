@@ -5,10 +5,18 @@ scale of shape (row blocks, column blocks) is broadcast over the two inner axes.
 shapes) are filled with zeros, which change no maximum.
 """
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from quantry.types import Grid
+
+STRIP = 1 << 18  # weights looked at a time: the copy without signs stays in the cache
+MAGNITUDES = {
+    torch.bfloat16: (torch.int16, 0x7FFF),
+    torch.float16: (torch.int16, 0x7FFF),
+    torch.float32: (torch.int32, 0x7FFFFFFF),
+}
 
 
 def block_of(grid: Grid, shape: tuple[int, int]) -> tuple[int, int]:
@@ -44,5 +52,17 @@ def spread(scale: Tensor) -> Tensor:
 
 
 def absmax(matrix: Tensor, grid: Grid) -> Tensor:
-    """The largest magnitude in each block, in float32."""
-    return cut(matrix, grid).abs().amax(dim=(1, 3)).float()
+    """The largest magnitude in each block, in float32; NaN or infinity where the block holds one.
+
+    Floats without their sign bit are ordered like the integers of the same bits, NaN above infinity; integers are
+    compared several times faster on a CPU.
+    """
+    integer, mask = MAGNITUDES[matrix.dtype]
+    height, width = matrix.shape
+    tall = block_of(grid, (height, width))[0]
+    bits = matrix.contiguous().view(integer)
+    step = tall * max(1, STRIP // (tall * max(width, 1)))
+    tops = [
+        cut(bits[start : start + step].bitwise_and(mask), grid).amax(dim=(1, 3)) for start in range(0, height, step)
+    ]
+    return torch.cat(tops).view(matrix.dtype).float()

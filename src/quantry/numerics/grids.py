@@ -14,7 +14,7 @@ from quantry.numerics import codebooks
 from quantry.numerics.blocks import block_of, cut, join, spread
 from quantry.types import Grid, Params, QTensor
 
-CHUNK = 1 << 20  # weights worked on at a time: 4 MiB of float32
+CHUNK = 1 << 18  # weights worked on at a time: 1 MiB of float32, in one buffer that stays in the cache
 GPU_CHUNK = 1 << 26  # enough to fill a GPU
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 SCALE_DTYPES = {
@@ -33,12 +33,15 @@ def encode(weight: Tensor, grid: Grid, params: Params) -> Tensor:
     if grid.kind in codebooks.BOOKS:
         return codebooks.encode(weight, grid, params.scale)
     codes = torch.empty(weight.shape, dtype=code_dtype(grid), device=weight.device)
+    buffer = torch.empty(0, device=weight.device)
     for rows, scale, zero in _chunks(weight, grid, params):
-        blocks = cut(weight[rows].float(), grid).div(spread(scale))
+        part = weight[rows]
+        if buffer.numel() < part.numel():
+            buffer = torch.empty(part.numel(), device=weight.device)
+        blocks = cut(buffer[: part.numel()].view(part.shape).copy_(part), grid).div_(spread(scale))
         if zero is not None:
             blocks += spread(zero)
-        chunk = (codes.shape[0] if rows.stop is None else min(rows.stop, codes.shape[0])) - rows.start
-        codes[rows] = join(_nearest(grid)(blocks), (chunk, weight.shape[1]))
+        codes[rows] = join(_nearest(grid)(blocks), (part.shape[0], part.shape[1]))
     return codes
 
 
@@ -51,8 +54,8 @@ def decode(codes: Tensor, grid: Grid, params: Params, dtype: torch.dtype = torch
         values = _value(grid)(codes[rows])
         blocks = cut(values, grid)
         if zero is not None:
-            blocks = blocks - spread(zero)
-        weight[rows] = join(blocks * spread(scale), (values.shape[0], values.shape[1])).to(dtype)
+            blocks -= spread(zero)
+        weight[rows] = join(blocks.mul_(spread(scale)), (values.shape[0], values.shape[1]))
     return weight
 
 
@@ -105,17 +108,17 @@ def snap(grid: Grid) -> Callable[[Tensor], Tensor]:
         return lambda values: values.round_().clamp_(low, high)
     if grid.kind == "e2m1":
         return codebooks.snap_e2m1
-    return lambda values: _nearest(grid)(values).float()
+    largest = LARGEST[grid.kind]
+    return lambda values: values.clamp_(-largest, largest).to(FLOAT8[grid.kind]).float()
 
 
 def _nearest(grid: Grid) -> Callable[[Tensor], Tensor]:
-    """The rounding of scaled values to codes; may overwrite its argument."""
+    """The rounding of scaled values to what becomes a code when it is copied; overwrites its argument."""
     if grid.kind == "int":
-        low, high = code_range(grid)
-        return lambda values: values.round_().clamp_(low, high).to(torch.int8)
+        return snap(grid)
     if grid.kind in FLOAT8:
         largest = LARGEST[grid.kind]
-        return lambda values: values.clamp_(-largest, largest).to(FLOAT8[grid.kind])
+        return lambda values: values.clamp_(-largest, largest)
     if grid.kind == "e2m1":
         return codebooks.nearest_e2m1
     raise ValueError(f"a {grid.kind} grid has no codes")
