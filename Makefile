@@ -9,7 +9,10 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 
 ## demo: the main job on the model that ships with the package, offline
 demo: $(READY)
+	rm -rf build/demo-w4a16
 	$(BIN)/quantry inspect demo
+	$(BIN)/quantry quantize demo -o build/demo-w4a16 --preset w4a16
+	$(BIN)/quantry inspect build/demo-w4a16
 
 ## test: the whole test suite
 test: $(READY)

@@ -3,6 +3,7 @@
 PYTHONPATH=src python benchmarks/gpu_quantize.py WORK_FOLDER [SHAPE]
 """
 
+import os
 import shutil
 import sys
 import time
@@ -18,6 +19,7 @@ from shapes import write
 def main(work: Path, shape: str) -> None:
     model = write(shape, work / shape)
     size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    os.sync()  # what was just written must not compete with what is measured
     speed = disk_speed(work)
     figures: dict[str, object] = {"shape": shape, "source_bytes": size, "disk_write_bytes_per_second": round(speed)}
     quantry.quantize("demo", work / "warm-up", preset="w4a16", device="cuda")

@@ -13,15 +13,17 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^quantry .+$", README, re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_readme_commands_run(command: str) -> None:
-    done = subprocess.run([sys.executable, "-m", *shlex.split(command)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_readme_commands_run(tmp_path: Path) -> None:
+    """In the order of the page, in an empty folder: later ones use what earlier ones wrote."""
+    for command in COMMANDS:
+        words = [sys.executable, "-m", *shlex.split(command)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
 
 
-def test_readme_python_runs() -> None:
+def test_readme_python_runs(tmp_path: Path) -> None:
     for code in re.findall(r"```python\n(.+?)```", README, re.DOTALL):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert done.stdout
 

@@ -25,9 +25,10 @@ from quantry.checkpoint.weights import DTYPES, NAMES, MappedWeights, as_bytes
 from quantry.checkpoint.workspace import Finished, Workspace, check_room, check_target, workspace
 from quantry.checkpoint.writer import Entry, ShardWriter, nbytes
 from quantry.errors import CheckpointError, OutputError, RecipeError, WeightError
+from quantry.numerics.blocks import absmax
 from quantry.pieces import Division, Keep, Piece, Quantize, divide, shards
 from quantry.recipe import CAST, Recipe, from_options
-from quantry.types import Anatomy, Artefact, Checkpoint, QTensor
+from quantry.types import Anatomy, Artefact, Checkpoint, Grid, QTensor
 
 SHARD_BYTES = 4 << 30
 COPIED = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.py", "merges.txt", "vocab.txt", "LICENSE*", "NOTICE*")
@@ -71,7 +72,7 @@ def quantize(
     check_room(out, division.bytes)
     if dry_run:
         return planned
-    job = Job(checkpoint, folder, steps, division, planned, settings, shard_bytes)
+    job = Job(checkpoint, folder, steps, division, planned, settings, shard_bytes, compute.type)
     return write(job, Quantizer(checkpoint, MappedWeights(folder), form, settings or {}, compute), progress)
 
 
@@ -86,6 +87,7 @@ class Job:
     planned: Artefact
     settings: Mapping[str, Any] | None  # config.json's quantization_config
     shard_bytes: int
+    device: str = "cpu"  # sums are not added up in the same order on every device
 
 
 class Maker(Protocol):
@@ -124,6 +126,7 @@ class Quantizer:
     ) -> None:
         self._tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
         self._weights, self._form, self._settings, self._device = weights, form, settings, device
+        self._pinned = torch.empty(0, dtype=torch.uint8)
 
     def make(self, piece: Piece) -> Iterator[tuple[str, Tensor]]:
         """The stored tensors of a piece, in the order of its entries."""
@@ -148,7 +151,7 @@ class Quantizer:
         round_weight = registry.load("quantry.rounders", piece.preset.rounder).round_weight
         whole = self._whole(piece)
         for linear in piece.linears:
-            weight = self._linear(linear).to(self._device)
+            weight = self._upload(self._linear(linear))
             check_finite(weight, linear.source)
             rounded: QTensor = round_weight(weight, piece.grid, fit(weight, piece.grid, whole))
             stored = self._form.encode(linear.module, rounded)
@@ -161,8 +164,18 @@ class Quantizer:
         """The largest magnitude of all linears of a piece, where a scale spans them."""
         if not piece.grid.spans_tensor:
             return None
-        peaks = [self._linear(linear).to(self._device).abs().max().float() for linear in piece.linears]
-        return torch.stack(peaks).max()
+        whole = Grid(piece.grid.kind, piece.grid.bits, (0, 0))
+        return torch.stack([absmax(self._upload(self._linear(linear)), whole) for linear in piece.linears]).max()
+
+    def _upload(self, weight: Tensor) -> Tensor:
+        """The weight on the computing device; to a GPU through one pinned buffer, several times as fast as without."""
+        if self._device.type != "cuda":
+            return weight
+        torch.cuda.current_stream().synchronize()  # the buffer may still be on its way
+        if self._pinned.numel() < weight.numel() * weight.itemsize:
+            self._pinned = torch.empty(weight.numel() * weight.itemsize, dtype=torch.uint8, pin_memory=True)
+        staged = self._pinned[: weight.numel() * weight.itemsize].view(weight.dtype).view(weight.shape).copy_(weight)
+        return staged.to(self._device, non_blocking=True)
 
     def _linear(self, linear: Linear) -> Tensor:
         """The (out, in) weight of a linear."""
@@ -296,6 +309,7 @@ def _identity(job: Job) -> dict[str, Any]:
         "files": stamps,
         "recipe": json.loads(json.dumps(job.recipe.to_dict())),
         "shard_bytes": job.shard_bytes,
+        "device": job.device,
         "tensors": [list(entry[:2]) for piece in job.division.pieces for entry in piece.entries],
     }
 

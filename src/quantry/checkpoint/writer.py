@@ -7,7 +7,9 @@ carries its final name only when it is complete and on the disk; until then it e
 import hashlib
 import json
 import os
+from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +35,8 @@ class ShardWriter:
         self._expected = [(name, nbytes(dtype, shape)) for name, dtype, shape in entries]
         self._next = 0
         self._hash = hashlib.sha256()
+        self._hasher = ThreadPoolExecutor(1)
+        self._hashing: deque[Future[None]] = deque()
         self._file = self._partial.open("w+b", buffering=0)
         self.size = 0
         self._put(_header(entries, metadata))
@@ -52,6 +56,7 @@ class ShardWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         self._partial.replace(self._path)
+        self._hasher.shutdown()
         return self._hash.hexdigest()
 
     def __enter__(self) -> "ShardWriter":
@@ -60,19 +65,22 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._hasher.shutdown()
         if not self._file.closed:
             self._file.close()
 
     def _put(self, data: bytes | memoryview) -> None:
-        """Writes, reads back and compares."""
+        """Writes, reads back and compares; a second thread hashes meanwhile."""
         view = memoryview(data)
         for begin in range(0, view.nbytes, STEP):
             piece = view[begin : begin + STEP]
             written = self._file.write(piece)
             if written != piece.nbytes or os.pread(self._file.fileno(), written, self.size) != piece:
                 raise OutputError(f"{self._path} does not hold what was written", fix="check the disk")
-            self._hash.update(piece)
             self.size += written
+            self._hashing.append(self._hasher.submit(self._hash.update, piece))
+            while len(self._hashing) > 4:
+                self._hashing.popleft().result()
 
 
 def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
