@@ -75,7 +75,8 @@ class ShardWriter:
         for begin in range(0, view.nbytes, STEP):
             piece = view[begin : begin + STEP]
             written = self._file.write(piece)
-            if written != piece.nbytes or os.pread(self._file.fileno(), written, self.size) != piece:
+            # a bytearray compares with memcmp, bytes and a memoryview item by item (20 times as slow)
+            if written != piece.nbytes or bytearray(os.pread(self._file.fileno(), written, self.size)) != piece:
                 raise OutputError(f"{self._path} does not hold what was written", fix="check the disk")
             self.size += written
             self._hashing.append(self._hasher.submit(self._hash.update, piece))
