@@ -2,14 +2,17 @@
 
 import json
 import re
+import struct
 import threading
 from collections.abc import Iterator
+from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import quantry
 from conftest import PARAMETERS, MakeFolder
 from quantry.anatomy import inspect
 from quantry.errors import QuantryError
@@ -23,6 +26,7 @@ class Hub(ThreadingHTTPServer):
     folder: Path
     ranges = True
     gated = False
+    break_after = 0  # cut the connection once, after so many bytes of a file
     sent: dict[str, int]
 
 
@@ -34,7 +38,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        if path in ("/api/models/org/model", "/api/models/org/model/revision/v1"):
+        if path == f"/api/models/org/model/tree/{SHA}":
+            return self._tree()
+        if path in (
+            "/api/models/org/model",
+            "/api/models/org/model/revision/v1",
+            f"/api/models/org/model/revision/{SHA}",
+        ):
             return self._gated() if self.server.gated else self._info()
         if path.startswith("/api/models/org/model/revision/"):
             return self._refuse(404, "RevisionNotFound")
@@ -43,9 +53,24 @@ class Handler(BaseHTTPRequestHandler):
             return self._file(match[1])
         return self._refuse(401, "RepoNotFound")
 
+    def do_HEAD(self) -> None:
+        match = re.fullmatch(rf"/org/model/resolve/{SHA}/(.+)", self.path.partition("?")[0])
+        if not match or not (self.server.folder / match[1]).is_file():
+            return self._refuse(404, "EntryNotFound")
+        data = (self.server.folder / match[1]).read_bytes()
+        return self._send(200, data, self._identity(data))
+
+    def _identity(self, data: bytes) -> dict[str, str]:
+        return {"ETag": f'"{sha256(data).hexdigest()}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
+
     def _info(self) -> None:
         siblings = [{"rfilename": f.name, "size": f.stat().st_size} for f in self.server.folder.iterdir()]
         self._send(200, json.dumps({"id": "org/model", "sha": SHA, "siblings": siblings}).encode())
+
+    def _tree(self) -> None:
+        files = [(file.name, file.read_bytes()) for file in self.server.folder.iterdir()]
+        rows = [{"type": "file", "path": n, "size": len(d), "oid": sha256(d).hexdigest()[:40]} for n, d in files]
+        self._send(200, json.dumps(rows).encode())
 
     def _gated(self) -> None:
         self._refuse(403, "GatedRepo")
@@ -54,21 +79,27 @@ class Handler(BaseHTTPRequestHandler):
         self._send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": code})
 
     def _file(self, name: str) -> None:
-        data = (self.server.folder / name).read_bytes()
-        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        status = 200
+        whole = data = (self.server.folder / name).read_bytes()
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        status, headers = 200, self._identity(whole)
         if asked and self.server.ranges:
-            data, status = data[int(asked[1]) : int(asked[2]) + 1], 206
-        self.server.sent[name] = self.server.sent.get(name, 0) + len(data)
-        self._send(status, data)
+            data, status = whole[int(asked[1]) : int(asked[2] or len(whole) - 1) + 1], 206
+            headers["Content-Range"] = f"bytes {asked[1]}-{int(asked[1]) + len(data) - 1}/{len(whole)}"
+        only = self.server.break_after if 0 < self.server.break_after < len(data) else len(data)
+        self.server.break_after = 0 if only < len(data) else self.server.break_after
+        self.server.sent[name] = self.server.sent.get(name, 0) + only
+        self._send(status, data, headers, only)
 
-    def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+    def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None, only: int | None = None) -> None:
         self.send_response(status)
         for key, value in (headers or {}).items():
             self.send_header(key, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body[:only])
+        if only is not None and only < len(body):
+            self.close_connection = True
 
 
 @pytest.fixture
@@ -84,6 +115,30 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
+
+
+def test_quantize_downloads_and_resumes(
+    hub: Hub, make_folder: MakeFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A download that breaks off is taken up where it was left, and the result is that of the local folder."""
+    folder = make_folder(name="repo")
+    (folder / "pytorch_model.bin").write_bytes(b"a pickle that no one asked for")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 10_000)  # what a break loses at most
+    planned = quantry.quantize("org/model", tmp_path / "remote", preset="w8a8", dry_run=True)
+    assert planned.bytes > 0
+    header = 8 + struct.unpack("<Q", (folder / "model.safetensors").read_bytes()[:8])[0]
+    assert hub.sent.pop("model.safetensors") == header, "a dry run fetches headers alone"
+    hub.break_after = 50_000
+    quantry.quantize("org/model", tmp_path / "remote", preset="w8a8")
+    quantry.quantize(folder, tmp_path / "local", preset="w8a8")
+    assert hub.break_after == 0
+    size = (folder / "model.safetensors").stat().st_size
+    assert hub.sent["model.safetensors"] == header + size, "the part that had come was fetched again"
+    assert "pytorch_model.bin" not in hub.sent
+    written = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("remote", "local")]
+    assert written[0] == written[1]
 
 
 @pytest.mark.parametrize("shards", [1, 2])

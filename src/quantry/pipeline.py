@@ -56,8 +56,7 @@ def quantize(
     out = Path(output).expanduser()
     check_target(out)
     compute = _device(device)
-    folder = local_folder(model)
-    checkpoint = open_checkpoint(folder)
+    checkpoint = open_checkpoint(model)
     form = None if steps.format == CAST else registry.load("quantry.formats", steps.format)
     anatomy = _sixteen_bit(checkpoint)
     division = divide(checkpoint, steps, anatomy.blocks, form, keep_odd)
@@ -72,6 +71,9 @@ def quantize(
     check_room(out, division.bytes)
     if dry_run:
         return planned
+    folder = local_folder(model)  # everything that can be refused has been, before a model is downloaded
+    if open_checkpoint(folder).tensors != checkpoint.tensors:
+        raise CheckpointError(f"{model} changed between its headers and its download", fix="run the command again")
     job = Job(checkpoint, folder, steps, division, planned, settings, shard_bytes, compute.type)
     return write(job, Quantizer(checkpoint, MappedWeights(folder), form, settings or {}, compute), progress)
 
