@@ -265,3 +265,19 @@ def test_simulated_activations_by_plain_loops(grid: Grid, largest: float) -> Non
             nearest = table[np.abs(group[:, None] / scale - table).argmin(1)] * scale
             step = np.abs(group - row[begin : begin + wide])
             assert np.all(step <= np.abs(group - nearest) + 1e-6 * np.abs(group).max())
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_rounding_costs_what_the_bits_promise(name: str) -> None:
+    grid, weight = GRIDS[name], weights(seed=4)
+    weight[3, 5] = 0  # without the outlier
+    error = dequantize(round_weight(weight, grid, absmax_fit.fit(weight, grid))) - weight.float()
+    limit = {8: 0.06, 4: 0.15, 3: 0.25, 2: 0.55}[grid.bits]
+    assert error.norm() / weight.float().norm() < limit
+
+
+def test_nvfp4s_outer_scale_divides() -> None:
+    params = absmax_fit.fit(weights(), GRIDS["nvfp4"])
+    assert params.outer is not None
+    expected = params.scale.double() / params.outer.double()
+    assert torch.allclose(effective_scale(GRIDS["nvfp4"], params).double(), expected, rtol=1e-6)
