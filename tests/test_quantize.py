@@ -172,6 +172,13 @@ def test_experts_stored_singly_or_fused_give_the_same(tmp_path: Path, flip: bool
         assert set(one) == set(other)
         assert all(torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)) for name in one)
         assert f"{prefix}.experts.2.down_proj" in decoded(outs[0])
+        if preset == "nvfp4":  # engines stack the experts of a layer
+            outer = {
+                one[f"{prefix}.experts.{e}.{n}_proj.weight_global_scale"].item()
+                for e in range(3)
+                for n in ("gate", "up")
+            }
+            assert len(outer) == 1
         assert f"{prefix}.gate.weight" in one
 
 

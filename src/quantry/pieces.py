@@ -7,7 +7,7 @@ planned; and every source tensor has a *fate*: quantized, kept, cast, tied or dr
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from types import ModuleType
 
@@ -39,10 +39,11 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Quantize:
-    """Linears that an engine fuses: one preset, one grid, and one scale where a scale spans whole tensors."""
+    """Linears that an engine fuses: one preset, one grid, and one scale with all `sharers` where it spans tensors."""
 
     name: str
     linears: tuple[Linear, ...]
+    sharers: tuple[Linear, ...]
     preset: Preset
     grid: Grid
     entries: tuple[Entry, ...]
@@ -156,8 +157,14 @@ def _choose(
             if not keep_odd:
                 raise
             continue
-        chosen[name] = Quantize(name, group, preset, grid, tuple(entries))
-    return chosen
+        chosen[name] = Quantize(name, group, group, preset, grid, tuple(entries))
+    together: dict[tuple[str, Grid], list[Linear]] = {}
+    for piece in chosen.values():
+        together.setdefault((piece.linears[0].shared, piece.grid), []).extend(piece.linears)
+    return {
+        name: replace(piece, sharers=tuple(together[piece.linears[0].shared, piece.grid]))
+        for name, piece in chosen.items()
+    }
 
 
 def _check_shape(linear: Linear, grid: Grid, found: Sequence[Linear]) -> None:

@@ -129,6 +129,7 @@ class Quantizer:
         self._tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
         self._weights, self._form, self._settings, self._device = weights, form, settings, device
         self._pinned = torch.empty(0, dtype=torch.uint8)
+        self._wholes: dict[str, Tensor] = {}
 
     def make(self, piece: Piece) -> Iterator[tuple[str, Tensor]]:
         """The stored tensors of a piece, in the order of its entries."""
@@ -163,11 +164,14 @@ class Quantizer:
             yield from stored.items()
 
     def _whole(self, piece: Quantize) -> Tensor | None:
-        """The largest magnitude of all linears of a piece, where a scale spans them."""
+        """The largest magnitude of all linears that share a scale with this piece, where a scale spans them."""
         if not piece.grid.spans_tensor:
             return None
-        whole = Grid(piece.grid.kind, piece.grid.bits, (0, 0))
-        return torch.stack([absmax(self._upload(self._linear(linear)), whole) for linear in piece.linears]).max()
+        key, whole = piece.sharers[0].module, Grid(piece.grid.kind, piece.grid.bits, (0, 0))
+        if key not in self._wholes:
+            peaks = [absmax(self._upload(self._linear(linear)), whole) for linear in piece.sharers]
+            self._wholes[key] = torch.stack(peaks).max()
+        return self._wholes[key]
 
     def _upload(self, weight: Tensor) -> Tensor:
         """The weight on the computing device; to a GPU through one pinned buffer, several times as fast as without."""

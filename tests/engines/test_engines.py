@@ -41,7 +41,7 @@ presses less on its surface. Cooks who live there know that potatoes take longer
 class Case:
     """An artefact and how closely an engine must agree with its decoded bytes: mean KL over the passages.
 
-    No bound stands for quantized inputs: 1.75 times the KL by which bfloat16's own rounding moves the decoded artefact.
+    No bound stands for quantized inputs: 2.5 times the KL by which bfloat16's own rounding moves the decoded artefact.
     """
 
     preset: str
@@ -110,14 +110,20 @@ def serve(engine: str, script: str, cases: list[Case], workshop: Path) -> dict[s
         quantry.quantize(
             reference(case.layers), folder / case.name, preset=case.preset, format=case.format, group=case.group
         )
-    (folder / "tokens.json").write_text(json.dumps(sequences()))
-    models = [folder / case.name for case in cases]
+    scores = score(engine, script, [folder / case.name for case in cases], sequences())
+    return {case.name: scores[str(folder / case.name)] for case in cases}
+
+
+def score(engine: str, script: str, models: list[Path], texts: list[list[int]]) -> dict[str, Any]:
+    """What an engine says of each model: scores, or the error it ended with."""
+    folder = models[0].parent
+    (folder / "tokens.json").write_text(json.dumps(texts))
     env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     command = [ensure(engine), HERE / script, folder / "tokens.json", folder / "scores.json", *models]
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    scores = json.loads((folder / "scores.json").read_text())
-    return {case.name: scores[str(folder / case.name)] for case in cases}
+    scores: dict[str, Any] = json.loads((folder / "scores.json").read_text())
+    return scores
 
 
 @pytest.fixture(scope="session")
@@ -139,7 +145,7 @@ def check(case: Case, served: Any, folder: Path) -> None:
     bound = case.bound
     if bound is None:
         pairs = zip(decoded, shaken(model, texts), strict=True)
-        bound = 1.75 * float(torch.cat([(row.exp() * (row - other)).sum(-1) for row, other in pairs]).mean())
+        bound = 2.5 * float(torch.cat([(row.exp() * (row - other)).sum(-1) for row, other in pairs]).mean())
     print(f"{case.name}: KL to the decoded artefact {found:.2e} (bound {bound:.2e}), to the 16-bit model {plain:.2e}")
     assert found < bound
     if case.bound is not None and presets()[case.preset].scheme.weight.bits < 8:
@@ -154,3 +160,36 @@ def test_vllm(case: Case, vllm: dict[str, Any], workshop: Path) -> None:
 @pytest.mark.parametrize("case", TRANSFORMERS, ids=lambda case: case.name)
 def test_transformers(case: Case, transformers: dict[str, Any], workshop: Path) -> None:
     check(case, transformers[case.name], workshop / "transformers")
+
+
+def test_transformers_loads_quantized_experts(workshop: Path) -> None:
+    """A mixture of experts, its weights random. vLLM 0.32 has no quantized expert kernels on CPU, transformers has.
+
+    But transformers 5.17 refuses int8 experts, and reads those of NVFP4 without their outer scale: 11,759 times too large.
+    """
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    folder = workshop / "moe"
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        hidden_size=256, moe_intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        num_experts=8, num_experts_per_tok=2, vocab_size=1024, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.05)
+    model.to(torch.bfloat16).save_pretrained(folder / "model")
+    texts = torch.randint(0, 1024, (2, 60), generator=torch.Generator().manual_seed(1)).tolist()
+    for preset in ("w4a16", "mxfp4"):
+        quantry.quantize(folder / "model", folder / preset, preset=preset)
+        quantry.convert(folder / preset, folder / f"{preset}-decoded", to="bf16")
+    served = score("transformers", "score_transformers.py", [folder / "w4a16", folder / "mxfp4"], texts)
+    plain = log_probabilities(load(folder / "model"), texts)
+    for name, found in served.items():
+        assert not isinstance(found, str), found
+        decoded = AutoModelForCausalLM.from_pretrained(f"{name}-decoded", dtype=torch.float32).eval()
+        distance, loss = divergence(found, log_probabilities(decoded, texts)), divergence(found, plain)
+        print(f"{Path(name).name} experts: KL to the decoded artefact {distance:.2e}, to the 16-bit model {loss:.2e}")
+        assert distance < 3e-4
+        assert distance < 0.1 * loss

@@ -2,7 +2,8 @@
 
 A linear is named as an engine will look for it: experts that a checkpoint stores fused in one three-dimensional tensor
 (gate_up_proj, down_proj) become one linear each, cut out of their source. What an engine fuses into one matrix (q/k/v,
-gate/up) carries one `fused` name, since such layers must share their grid and any scale that spans a whole tensor.
+gate/up) carries one `fused` name, since such layers must share their grid; what it stacks as well (the experts of a
+layer) one `shared` name, since all of that must share any scale that spans a whole tensor.
 """
 
 import re
@@ -18,6 +19,7 @@ from quantry.types import Checkpoint, TensorInfo
 QUANTIZED_PARTS = frozenset({"attention", "MLP", "experts"})
 FLOATS = frozenset({"BF16", "F16", "F32"})
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("in_proj_qkvz", "in_proj_ba"))
+EXPERT = re.compile(r"\.experts\.\d+\.")
 STACKED = re.compile(r"(?P<experts>.+\.experts)\.(?P<kind>gate_up_proj|down_proj)(\.weight)?")
 TRANSPOSED = frozenset({"gpt2", "gpt_bigcode_conv", "openai-gpt", "imagegpt"})  # Conv1D keeps weights as (in, out)
 INTERLEAVED = frozenset({"gpt_oss"})  # gate and up rows alternate
@@ -30,7 +32,8 @@ class Linear:
     module: str
     source: str
     shape: tuple[int, int]
-    fused: str
+    fused: str  # the same for all that one matrix of the engine is made of
+    shared: str  # the same for all that must share a scale for whole tensors: as fused, and all experts of a layer
     expert: int | None = None
     rows: tuple[int, int] | None = None
     flip: bool = False
@@ -63,7 +66,8 @@ def _of_tensor(tensor: TensorInfo, tensors: Sequence[TensorInfo], family: str, h
     if len(tensor.shape) != 2 or not tensor.name.endswith(".weight"):
         return []
     module = tensor.name.removesuffix(".weight")
-    return [Linear(module, tensor.name, (tensor.shape[0], tensor.shape[1]), fused_name(module))]
+    fused = fused_name(module)
+    return [Linear(module, tensor.name, (tensor.shape[0], tensor.shape[1]), fused, shared_name(fused))]
 
 
 def fused_name(module: str) -> str:
@@ -71,6 +75,11 @@ def fused_name(module: str) -> str:
     parent, _, leaf = module.rpartition(".")
     siblings = next((names for names in FUSED if leaf in names), (leaf,))
     return f"{parent}.{'+'.join(siblings)}"
+
+
+def shared_name(fused: str) -> str:
+    """The name shared by all that must have one scale for whole tensors; engines stack the experts of a layer."""
+    return EXPERT.sub(".experts.*.", fused)
 
 
 def _is_flipped(prefix: str, tensors: Sequence[TensorInfo], hidden: Any) -> bool:
@@ -97,6 +106,7 @@ def _of_experts(tensor: TensorInfo, prefix: str, kind: str, flip: bool) -> list[
             source=tensor.name,
             shape=(part, into),
             fused=fused_name(f"{prefix}.{expert}.{name}"),
+            shared=shared_name(fused_name(f"{prefix}.{expert}.{name}")),
             expert=expert,
             rows=(index * part, (index + 1) * part),
             flip=flip,
