@@ -5,6 +5,8 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -393,6 +395,19 @@ def test_output_faults(llama: Path, tmp_path: Path, gguf_file: Path, monkeypatch
     with pytest.raises(QuantryError, match="bytes are needed in .* and 1,000 are free"):
         quantry.quantize(llama, tmp_path / "small", preset="w4a16")
     assert not list(tmp_path.glob("small*"))
+
+
+def test_a_disk_that_fills_up(llama: Path, tmp_path: Path) -> None:
+    """A real full disk, not a guess beforehand: the job ends with one line and can be taken up again."""
+    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n"
+    limit += "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    code = limit + "from quantry.cli import main; main()"
+    words = [sys.executable, "-c", code, "quantize", str(llama), "-o", str(tmp_path / "out"), "--preset", "w8a8"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert "File too large" in done.stderr
+    assert not (tmp_path / "out").exists()
+    quantry.quantize(llama, tmp_path / "out", preset="w8a8")
 
 
 def test_unwritable_output(llama: Path) -> None:

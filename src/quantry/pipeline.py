@@ -281,9 +281,9 @@ def _write_rest(work: Workspace, job: Job, cut: list[list[Piece]]) -> None:
         }
         index = {"metadata": {"total_size": job.division.bytes}, "weight_map": places}
         work.write(INDEX_FILE, json.dumps(index, indent=2).encode())
-    replaced = ("torch_dtype", "dtype", "quantization_config")
-    config = {key: value for key, value in job.checkpoint.config.items() if key not in replaced}
-    config["dtype"] = {"bf16": "bfloat16", "f16": "float16"}[job.division.dtype]
+    config = {key: value for key, value in job.checkpoint.config.items() if key != "quantization_config"}
+    for key in [name for name in ("dtype", "torch_dtype") if name in config] or ["dtype"]:  # the name before 2025
+        config[key] = {"bf16": "bfloat16", "f16": "float16"}[job.division.dtype]
     if job.settings is not None:
         config["quantization_config"] = dict(job.settings)
     work.write("config.json", json.dumps(config, indent=2).encode())

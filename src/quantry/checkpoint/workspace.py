@@ -80,18 +80,24 @@ def check_room(out: Path, needed: int) -> None:
 def workspace(out: Path, identity: Mapping[str, Any]) -> Iterator[Workspace]:
     """The folder to write into; becomes OUT when the block ends without an error."""
     partial = _partial(out)
-    out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    with _lock(out):
-        _claim(partial, out, identity)
-        yield Workspace(partial)
-        for note in [*partial.glob("*" + DONE), *partial.glob("*.partial"), partial / JOB]:
-            note.unlink()
-        if out.exists():
-            out.rmdir()
-        partial.rename(out)
-        descriptor = os.open(out.absolute().parent, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+    try:
+        out.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with _lock(out):
+            _claim(partial, out, identity)
+            yield Workspace(partial)
+            for note in [*partial.glob("*" + DONE), *partial.glob("*.partial"), partial / JOB]:
+                note.unlink()
+            if out.exists():
+                out.rmdir()
+            partial.rename(out)
+            descriptor = os.open(out.absolute().parent, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+    except OSError as error:
+        raise OutputError(
+            f"cannot write {error.filename or partial}: {error.strerror}",
+            fix="mend that and run the same command again: finished shards are kept",
+        ) from error
 
 
 def _partial(out: Path) -> Path:

@@ -74,9 +74,11 @@ class ShardWriter:
         view = memoryview(data)
         for begin in range(0, view.nbytes, STEP):
             piece = view[begin : begin + STEP]
-            written = self._file.write(piece)
+            written = 0
+            while written < piece.nbytes:  # a disk that fills up takes a part, then says why
+                written += self._file.write(piece[written:])
             # a bytearray compares with memcmp, bytes and a memoryview item by item (20 times as slow)
-            if written != piece.nbytes or bytearray(os.pread(self._file.fileno(), written, self.size)) != piece:
+            if bytearray(os.pread(self._file.fileno(), written, self.size)) != piece:
                 raise OutputError(f"{self._path} does not hold what was written", fix="check the disk")
             self.size += written
             self._hashing.append(self._hasher.submit(self._hash.update, piece))

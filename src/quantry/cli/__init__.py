@@ -49,6 +49,6 @@ def main() -> NoReturn:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print("interrupted; a job that writes goes on where it was when it is started again", file=sys.stderr)
         sys.exit(130)
     sys.exit(0)
