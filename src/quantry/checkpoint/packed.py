@@ -92,7 +92,8 @@ def _weight_groups(settings: Mapping[str, Any]) -> Iterable[tuple[list[str], Map
     groups = settings.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
         if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping):
-            yield [str(target) for target in group.get("targets") or ()], group["weights"]
+            targets = group.get("targets")
+            yield [str(target) for target in targets] if isinstance(targets, list) else [], group["weights"]
 
 
 def _group_for(settings: Mapping[str, Any], tensor: TensorInfo) -> Mapping[str, Any]:
