@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import quantry
 from quantry import registry
+from quantry.arch.linears import fused_name, shared_name
 from quantry.checkpoint import open_checkpoint
 from quantry.checkpoint.reader import demo_folder
 from quantry.errors import QuantryError
@@ -431,3 +432,18 @@ def test_command(llama: Path, tmp_path: Path) -> None:
     assert "w4a16" in run("presets").stdout
     listed = json.loads(run("presets", "--json").stdout)
     assert {row["name"] for row in listed} == set(presets())
+
+
+def test_what_engines_fuse() -> None:
+    names = {
+        "model.layers.0.self_attn.k_proj": "model.layers.0.self_attn.q_proj+k_proj+v_proj",
+        "model.layers.0.self_attn.kv_a_proj_with_mqa": "model.layers.0.self_attn.q_a_proj+kv_a_proj_with_mqa",
+        "model.layers.0.self_attn.o_proj": "model.layers.0.self_attn.o_proj",
+        "model.layers.0.mlp.experts.7.up_proj": "model.layers.0.mlp.experts.7.gate_proj+up_proj",
+        "model.layers.0.block_sparse_moe.experts.7.w3": "model.layers.0.block_sparse_moe.experts.7.w1+w3",
+    }
+    assert {name: fused_name(name) for name in names} == names
+    assert (
+        shared_name(names["model.layers.0.mlp.experts.7.up_proj"]) == "model.layers.0.mlp.experts.*.gate_proj+up_proj"
+    )
+    assert shared_name(names["model.layers.0.self_attn.o_proj"]) == "model.layers.0.self_attn.o_proj"

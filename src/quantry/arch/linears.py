@@ -18,7 +18,12 @@ from quantry.types import Checkpoint, TensorInfo
 
 QUANTIZED_PARTS = frozenset({"attention", "MLP", "experts"})
 FLOATS = frozenset({"BF16", "F16", "F32"})
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("in_proj_qkvz", "in_proj_ba"))
+FUSED = (  # as vLLM 0.32's models pack them
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+)
 EXPERT = re.compile(r"\.experts\.\d+\.")
 STACKED = re.compile(r"(?P<experts>.+\.experts)\.(?P<kind>gate_up_proj|down_proj)(\.weight)?")
 TRANSPOSED = frozenset({"gpt2", "gpt_bigcode_conv", "openai-gpt", "imagegpt"})  # Conv1D keeps weights as (in, out)
