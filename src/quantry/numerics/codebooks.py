@@ -29,19 +29,24 @@ BOOKS = {"nf4": NF4, "fp4": FP4}
 def nearest_e2m1(values: Tensor) -> Tensor:
     """E2M1 codes of scaled values: halves go to the even code, what is too large to 6, the sign into bit 3.
 
-    Steps are 0.5 up to 2, 1 up to 4 and 2 above: a code is a rounded multiple of its step plus where that part begins.
+    A code is a rounded multiple of its step plus where that step's part of the codes begins (0, 2 or 4). Overwrites its
+    argument.
     """
-    size = values.abs().clamp_(max=6.0)
-    low, middle, high = (size * 2).round_(), size.round().add_(2), (size / 2).round_().add_(4)
-    magnitude = torch.where(size < 2, low, torch.where(size < 4, middle, high)).to(torch.uint8)
-    return magnitude.bitwise_or_(torch.signbit(values).to(torch.uint8) << 3)
+    sign = torch.signbit(values).to(torch.uint8) << 3
+    powers = _e2m1_powers(values.abs_().clamp_(max=6.0))
+    begin = torch.where(powers > 1, powers, 0)
+    return values.div_(powers.mul_(0.5)).round_().add_(begin).to(torch.uint8).bitwise_or_(sign)
 
 
 def snap_e2m1(values: Tensor) -> Tensor:
-    """The E2M1 values nearest to scaled values."""
-    size = values.abs().clamp_(max=6.0)
-    low, middle, high = (size * 2).round_().div_(2), size.round(), (size / 2).round_().mul_(2)
-    return torch.where(size < 2, low, torch.where(size < 4, middle, high)).copysign_(values)
+    """The E2M1 values nearest to scaled values; overwrites its argument."""
+    steps = _e2m1_powers(values.clamp_(-6.0, 6.0)).mul_(0.5)
+    return values.div_(steps).round_().mul_(steps)
+
+
+def _e2m1_powers(values: Tensor) -> Tensor:
+    """Twice the step at each value: steps are 0.5 up to 2, 1 up to 4 and 2 above, told by the bits of the exponent."""
+    return values.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32).clamp_(1.0, 4.0)
 
 
 def e2m1_values(codes: Tensor) -> Tensor:
