@@ -4,9 +4,8 @@ For a layer of `out` x `in` weights: `qweight` int32 [in * bits / 32, out], `qze
 `scales` [groups, out] and `g_idx` int32 [in], the group of each input. Codes and zero points are unsigned. In the first
 version of the format ("gptq") the stored zero point is one less than the real one, so 0, the zero point of a group of
 zeros, cannot be told from 16; "gptq_v2" stores it as it is. Symmetric weights are written in the first version, which
-every reader takes; weights with zero points in the second, as GPTQModel (7.7) takes them from other tools in no other
-and vLLM (0.32) not at all. Nothing here permutes columns: activation order is a matter of the rounder, and leaves
-`g_idx` trivial.
+every reader takes; weights with zero points in the second, since the first cannot hold all of them (vLLM 0.26 was seen
+to take neither). Nothing here permutes columns: activation order is a matter of the rounder, and leaves `g_idx` trivial.
 """
 
 import re
