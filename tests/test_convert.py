@@ -53,6 +53,35 @@ def test_lossless_and_back(llama: Path, tmp_path: Path, preset: str, first: str,
     assert json.loads(contents(one)["config.json"]) == json.loads(contents(back)["config.json"])
 
 
+def test_shapes_without_unpacking(llama: Path, tmp_path: Path) -> None:
+    for preset, form in [
+        ("w3a16", "gptq"),
+        ("w4a16-asym", "awq"),
+        ("w3a16", "compressed-tensors"),
+        ("nf4", "bitsandbytes"),
+        ("llm-int8", "bitsandbytes"),
+        ("nvfp4", "compressed-tensors"),
+        ("w8a8", "compressed-tensors"),
+    ]:
+        quantry.quantize(llama, tmp_path / f"{preset}-{form}", preset=preset, format=form)
+        model = QuantizedModel(tmp_path / f"{preset}-{form}")
+        for module in model.schemes:
+            assert model.shape(module) == model.read(module).shape
+
+
+def test_a_lying_state_is_named(llama: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    quantry.quantize(llama, tmp_path / "one", preset="nf4")
+    tensors = load_file(tmp_path / "one" / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight.quant_state.bitsandbytes__nf4"
+    text = bytes(tensors[name].tolist()).replace(b"384", b"999")
+    tensors[name] = torch.tensor(list(text), dtype=torch.uint8)
+    save_file(tensors, tmp_path / "one" / "model.safetensors")
+    with pytest.raises(QuantryError, match="up_proj.weight has 49152 bytes for 999 x 256 codes"):
+        quantry.convert(tmp_path / "one", tmp_path / "two", to="bf16")
+
+
 def test_awq_to_compressed_tensors(llama: Path, tmp_path: Path) -> None:
     quantry.quantize(llama, tmp_path / "awq", preset="w4a16-asym", format="awq")
     quantry.convert(tmp_path / "awq", tmp_path / "ct", to="compressed-tensors")

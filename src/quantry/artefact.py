@@ -31,8 +31,7 @@ class QuantizedModel:
 
     def read(self, module: str) -> QTensor:
         """The quantized weight of a module."""
-        stored = {tensor.name: self._weights.get(tensor) for tensor in self.parts[module]}
-        decoded: QTensor = self.form.decode(module, stored, self.schemes[module], self.settings)
+        decoded: QTensor = self.form.decode(module, self._stored(module), self.schemes[module], self.settings)
         return decoded
 
     def tensor(self, name: str) -> Tensor:
@@ -40,9 +39,13 @@ class QuantizedModel:
         return self._weights.get(next(tensor for tensor in self.checkpoint.tensors if tensor.name == name))
 
     def shape(self, module: str) -> tuple[int, int]:
-        """The (out, in) shape of a module's weight, from its decoded codes."""
-        rows, columns = self.read(module).shape
+        """The (out, in) shape of a module's weight."""
+        rows, columns = self.form.shape(module, self._stored(module), self.schemes[module])
         return rows, columns
+
+    def _stored(self, module: str) -> dict[str, Tensor]:
+        """The tensors of a module as they are stored, mapped and not yet read."""
+        return {tensor.name: self._weights.get(tensor) for tensor in self.parts[module]}
 
 
 def _owner(name: str, modules: dict[str, Scheme]) -> str | None:

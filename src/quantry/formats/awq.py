@@ -79,6 +79,12 @@ def encode(module: str, tensor: QTensor) -> "dict[str, Tensor]":
     }
 
 
+def shape(module: str, tensors: "Mapping[str, Tensor]", scheme: Scheme) -> tuple[int, int]:
+    """The (out, in) of a stored layer, without unpacking it."""
+    packed = part(tensors, module, "qweight")
+    return packed.shape[1] * 8, packed.shape[0]
+
+
 def decode(
     module: str, tensors: "Mapping[str, Tensor]", scheme: Scheme, settings: Mapping[str, Any] | None = None
 ) -> QTensor:

@@ -104,6 +104,21 @@ def encode(module: str, tensor: QTensor) -> "dict[str, Tensor]":
     return {**stored, _state_name(module, grid.kind): torch.tensor(list(text), dtype=torch.uint8, device=device)}
 
 
+def shape(module: str, tensors: "Mapping[str, Tensor]", scheme: Scheme) -> tuple[int, int]:
+    """The (out, in) of a stored layer, without unpacking it."""
+    weight = part(tensors, module, "weight")
+    if scheme.weight.kind == "int":
+        return weight.shape[0], weight.shape[1]
+    state = _read_state(module, part(tensors, module, f"weight.quant_state.bitsandbytes__{scheme.weight.kind}"))
+    rows, columns = state["shape"]
+    if type(rows) is not int or type(columns) is not int or (rows * columns + 1) // 2 != weight.numel():
+        raise CheckpointError(
+            f"{module}.weight has {weight.numel()} bytes for {rows} x {columns} codes of 4 bits",
+            fix="download the checkpoint again",
+        )
+    return rows, columns
+
+
 def decode(
     module: str, tensors: "Mapping[str, Tensor]", scheme: Scheme, settings: Mapping[str, Any] | None = None
 ) -> QTensor:
@@ -116,7 +131,8 @@ def decode(
         return QTensor(grid, weight, _int8_params(module, tensors, grid))
     state = _read_state(module, part(tensors, module, f"weight.quant_state.bitsandbytes__{grid.kind}"))
     _check_tables(module, tensors, grid)
-    codes = unpack_nibbles_high_first(weight.reshape(1, -1), prod(state["shape"])).view(*state["shape"])
+    size = shape(module, tensors, scheme)
+    codes = unpack_nibbles_high_first(weight.reshape(1, -1), prod(size)).view(size)
     grid = replace(grid, block=(grid.block[0], state["blocksize"]))
     absmax = part(tensors, module, "weight.absmax")
     if not grid.nested:

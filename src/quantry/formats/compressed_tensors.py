@@ -122,6 +122,18 @@ def encode(module: str, tensor: QTensor) -> "dict[str, Tensor]":
     return stored
 
 
+def shape(module: str, tensors: "Mapping[str, Tensor]", scheme: Scheme) -> tuple[int, int]:
+    """The (out, in) of a stored layer, without unpacking it."""
+    if f"{module}.weight_shape" in tensors:
+        rows, columns = (int(size) for size in tensors[f"{module}.weight_shape"].tolist())
+        return rows, columns
+    if f"{module}.weight_packed" in tensors:
+        packed = tensors[f"{module}.weight_packed"]
+        return packed.shape[0], 2 * packed.shape[1]
+    codes = part(tensors, module, "weight")
+    return codes.shape[0], codes.shape[1]
+
+
 def decode(
     module: str, tensors: "Mapping[str, Tensor]", scheme: Scheme, settings: Mapping[str, Any] | None = None
 ) -> QTensor:

@@ -5,7 +5,8 @@ For a layer of `out` x `in` weights: `qweight` int32 [in * bits / 32, out], `qze
 version of the format ("gptq") the stored zero point is one less than the real one, so 0, the zero point of a group of
 zeros, cannot be told from 16; "gptq_v2" stores it as it is. Symmetric weights are written in the first version, which
 every reader takes; weights with zero points in the second, since the first cannot hold all of them (vLLM 0.26 was seen
-to take neither). Nothing here permutes columns: activation order is a matter of the rounder, and leaves `g_idx` trivial.
+to refuse zero points). Nothing here permutes columns: activation order is a matter of the rounder, and leaves `g_idx`
+trivial.
 """
 
 import re
@@ -100,6 +101,12 @@ def encode(module: str, tensor: QTensor, *, checkpoint_format: Version | None = 
         f"{module}.scales": params.scale.T.contiguous(),
         f"{module}.g_idx": _group_of_input(tensor.shape[1], grid, tensor.codes.device),
     }
+
+
+def shape(module: str, tensors: "Mapping[str, Tensor]", scheme: Scheme) -> tuple[int, int]:
+    """The (out, in) of a stored layer, without unpacking it."""
+    packed = part(tensors, module, "qweight")
+    return packed.shape[1], packed.shape[0] * 32 // scheme.weight.bits
 
 
 def decode(
