@@ -1,6 +1,8 @@
 """Parts, parameters and KV bytes, held against transformers' own modules and caches."""
 
 import json
+import tomllib
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +86,31 @@ def test_kv_bytes_equal_a_real_cache(family: str) -> None:
     assert sum(layers.bytes_per_token for layers in kv_layers(config.to_dict())) * 10 == stored * 2
 
 
-def test_sliding_layers_equal_transformers() -> None:
-    """families.toml and `layer_types` give the same answer."""
-    for family in ("gemma2", "gemma3_text", "cohere2", "gpt_oss", "mistral", "qwen2", "smollm3"):
-        config = tiny(family).to_dict()
-        silent = {key: value for key, value in config.items() if key != "layer_types"}
-        listed = config.get("layer_types") or ["sliding_attention"] * 6
-        expected = tuple({"full_attention": "full", "sliding_attention": "sliding"}[kind] for kind in listed)
-        assert layer_kinds(silent) == expected, family
+ROWS = tomllib.loads(files("quantry.arch").joinpath("families.toml").read_text(encoding="utf-8"))
+GGUF_NAMES = {"gpt-oss": "gpt_oss"}  # what transformers calls them
+
+
+@pytest.mark.parametrize("switched", [False, True], ids=["default", "use_sliding_window"])
+@pytest.mark.parametrize("family", [name for name, row in ROWS.items() if "sliding" in row])
+def test_every_sliding_row_equals_transformers_cache(family: str, switched: bool) -> None:
+    """Every row of families.toml against the layers that transformers' own cache makes for such a model."""
+    switch = {"use_sliding_window": True, "max_window_layers": 5} if switched else {}
+    shared = {"num_kv_shared_layers": 2} if family == "gemma3n_text" else {}
+    many = {**SMALL, "num_hidden_layers": 12, "sliding_window": 64, **shared, **switch}
+    config = AutoConfig.for_model(GGUF_NAMES.get(family, family), **many).get_text_config()
+    cache: Any = DynamicCache(config=config)
+    expected = ["sliding" if layer.is_sliding else "full" for layer in cache.layers]
+    silent = {key: value for key, value in config.to_dict().items() if key != "layer_types"}
+    assert [kind for kind in layer_kinds({**silent, "sliding_window": 64}) if kind] == expected
+    named = {**silent, "sliding_window": 64, "model_type": family}
+    assert [kind for kind in layer_kinds(named) if kind] == expected
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "falcon_mamba", "rwkv"])
+def test_recurrent_rows(family: str) -> None:
+    assert ROWS[family] == {"recurrent": "all"}
+    (layers,) = kv_layers({"model_type": family, "num_hidden_layers": 4})
+    assert (layers.kind, layers.layers, layers.bytes_per_token) == ("recurrent", 4, 0)
 
 
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {

@@ -200,6 +200,23 @@ def test_mse_is_the_best_of_its_fractions(name: str) -> None:
     assert torch.allclose(fitted, best, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["int4 asym", "int2 asym", "int8 asym"])
+def test_mse_takes_scale_and_zero_of_the_same_trial(name: str) -> None:
+    grid, weight = GRIDS[name], (weights(64, 192, seed=5).float() + 0.013).bfloat16()
+    low, high = cut(weight.float(), grid).amin(dim=(1, 3)), cut(weight.float(), grid).amax(dim=(1, 3))
+    fractions = torch.linspace(1.0, mse_fit.SMALLEST, mse_fit.STEPS).tolist()
+    trials = [affine(low * fraction, high * fraction, grid) for fraction in fractions]
+    fitted = mse_fit.fit(weight, grid)
+    assert fitted.zero is not None
+    assert any(
+        not torch.equal(trial.zero, trials[0].zero)
+        for trial in trials
+        if trial.zero is not None and trials[0].zero is not None
+    )
+    both = [(fitted.scale == trial.scale) & (fitted.zero == trial.zero) for trial in trials]
+    assert torch.stack(both).any(dim=0).all()
+
+
 def test_mse_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("int4 asym", "nvfp4", "mxfp4", "fp8 block"):
         grid, weight = GRIDS[name], weights(256, 192)

@@ -136,6 +136,10 @@ def test_fused_layers_share_scales_that_span_tensors(llama: Path, tmp_path: Path
         assert torch.equal(q, v)
         assert torch.equal(gate, up)
         assert not torch.equal(gate, down)
+        source = load_file(llama / "model.safetensors")
+        largest = max(source[f"model.layers.0.self_attn.{name}_proj.weight"].abs().max().item() for name in "qkv")
+        expected = torch.tensor(largest / 448).bfloat16().item() if preset == "fp8-tensor" else 448 * 6 / largest
+        assert q.item() == pytest.approx(expected, rel=1e-6), "the largest of all three decides"
 
 
 MOE = {
@@ -310,7 +314,7 @@ def test_bad_weights_are_named(llama: Path, tmp_path: Path) -> None:
     for preset in ("w4a16", "w8a8", "fp8-dynamic", "fp8-tensor", "nf4", "mxfp4", "nvfp4", "w4a16-asym"):
         with pytest.raises(QuantryError, match=r"model.layers.1.mlp.up_proj.weight has 1 weights that are NaN"):
             quantry.quantize(llama, tmp_path / preset, preset=preset)
-        assert not (tmp_path / preset).exists()
+    assert [file.name for file in tmp_path.iterdir()] == ["llama"]
 
 
 def test_float16_overflow_is_named(llama: Path, tmp_path: Path) -> None:
@@ -432,6 +436,23 @@ def test_command(llama: Path, tmp_path: Path) -> None:
     assert "w4a16" in run("presets").stdout
     listed = json.loads(run("presets", "--json").stdout)
     assert {row["name"] for row in listed} == set(presets())
+
+
+@pytest.mark.parametrize(
+    ("family", "shapes", "message"),
+    [
+        ("gpt2", {"transformer.h.0.attn.c_attn.weight": (256, 768)}, "gpt2 keeps its linear weights transposed"),
+        ("gpt_oss", {"model.layers.0.mlp.experts.gate_up_proj": (2, 256, 512)}, "gpt_oss interleaves gate and up rows"),
+        ("qwen3_moe", {"model.layers.0.mlp.experts.down_proj": (2, 256, 256)}, "does not tell rows from columns"),
+    ],
+)
+def test_layouts_that_are_not_supported(
+    tmp_path: Path, family: str, shapes: dict[str, tuple[int, ...]], message: str
+) -> None:
+    model = write_model(tmp_path / "model", {**CONFIG, "model_type": family}, {"model.norm.weight": (256,), **shapes})
+    with pytest.raises(QuantryError, match=message):
+        quantry.quantize(model, tmp_path / "out", preset="w4a16")
+    assert [file.name for file in tmp_path.iterdir()] == ["model"]
 
 
 def test_what_engines_fuse() -> None:

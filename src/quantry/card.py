@@ -16,14 +16,6 @@ from quantry.pieces import Division
 from quantry.recipe import Recipe
 from quantry.types import Anatomy, Artefact
 
-SERVERS = {
-    "compressed-tensors": "vLLM, transformers",
-    "gptq": "vLLM, transformers",
-    "awq": "vLLM, transformers",
-    "bitsandbytes": "transformers",
-    "safetensors": "vLLM, transformers",
-}
-
 
 def plan(source: str, out: Path, recipe: Recipe, anatomy: Anatomy, division: Division) -> Artefact:
     """What a job will give, known before it starts."""
@@ -77,8 +69,7 @@ tags: [quantized, quantry, {artefact.preset}]
 ---
 # {name}, {artefact.preset}
 
-{recipe.preset.about}. Made with Quantry {__version__} from the 16-bit model; stored as {artefact.format}
-(loaded by {SERVERS[artefact.format]}).
+{recipe.preset.about}. Made with Quantry {__version__} from the 16-bit model; stored as {artefact.format}.
 
 | | |
 |---|---|

@@ -174,7 +174,7 @@ class Quantizer:
         return self._wholes[key]
 
     def _upload(self, weight: Tensor) -> Tensor:
-        """The weight on the computing device; to a GPU through one pinned buffer, several times as fast as without."""
+        """The weight on the computing device; to a GPU through one pinned buffer, which it can fetch by itself."""
         if self._device.type != "cuda":
             return weight
         torch.cuda.current_stream().synchronize()  # the buffer may still be on its way

@@ -149,12 +149,16 @@ def _slides(text: Mapping[str, Any], rule: Any) -> Callable[[int], bool]:
         return lambda index: bool(pattern[index]) if index < len(pattern) else False
     if type(pattern) is int and pattern > 0:
         return lambda index: (index + 1) % pattern != 0
-    if rule in ("all", "never"):
+    if not isinstance(rule, Mapping):
         return lambda index: bool(rule == "all")
-    if "period" in rule:
-        return lambda index: bool(index % rule["period"] != rule["full"])
-    first = _count(text, rule["from"]) if text.get(rule["if"]) else None
-    return lambda index: first is not None and index >= first
+    if "if" in rule and not text.get(rule["if"]):
+        return lambda index: False
+    first = _count(text, rule["from"]) if "from" in rule else 0
+    last = _count(text, rule["before"]) if "before" in rule else 1 << 31
+    period, full, slides = rule.get("period", 1), rule.get("full"), rule.get("slides")
+    return lambda index: (
+        first <= index < last and index % period != full and (slides is None or index % period == slides)
+    )
 
 
 def _bytes_per_token(text: Mapping[str, Any], kind: LayerKind, index: int) -> int:

@@ -26,7 +26,7 @@ FUSED = (  # as vLLM 0.32's models pack them
 )
 EXPERT = re.compile(r"\.experts\.\d+\.")
 STACKED = re.compile(r"(?P<experts>.+\.experts)\.(?P<kind>gate_up_proj|down_proj)(\.weight)?")
-TRANSPOSED = frozenset({"gpt2", "gpt_bigcode_conv", "openai-gpt", "imagegpt"})  # Conv1D keeps weights as (in, out)
+TRANSPOSED = frozenset({"gpt2", "openai-gpt", "imagegpt"})  # Conv1D keeps weights as (in, out)
 INTERLEAVED = frozenset({"gpt_oss"})  # gate and up rows alternate
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quantry.checkpoint.writer import write_atomically
-from quantry.errors import OutputError
+from quantry.errors import OutputError, WeightError
 
 RESERVE = 64 << 20  # bytes left free on the disk for everything else
 JOB = "quantry-job.json"
@@ -93,6 +93,9 @@ def workspace(out: Path, identity: Mapping[str, Any]) -> Iterator[Workspace]:
             descriptor = os.open(out.absolute().parent, os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)
+    except WeightError:  # no run of this job can succeed, so there is nothing to take up
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     except OSError as error:
         raise OutputError(
             f"cannot write {error.filename or partial}: {error.strerror}",

@@ -77,7 +77,7 @@ class ShardWriter:
             written = 0
             while written < piece.nbytes:  # a disk that fills up takes a part, then says why
                 written += self._file.write(piece[written:])
-            # a bytearray compares with memcmp, bytes and a memoryview item by item (20 times as slow)
+            # a bytearray compares with memcmp, bytes and a memoryview item by item (0.6 against 18 GB/s)
             if bytearray(os.pread(self._file.fileno(), written, self.size)) != piece:
                 raise OutputError(f"{self._path} does not hold what was written", fix="check the disk")
             self.size += written
