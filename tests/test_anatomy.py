@@ -264,6 +264,7 @@ BAD_CONFIGS = {
     "not JSON": "{",
     "a JSON list": "[]",
     "no num_hidden_layers": json.dumps({"model_type": "llama"}),
+    "more than the limit of 10000": json.dumps({**LLAMA, "num_hidden_layers": 2_000_000_000}),
     "num_hidden_layers as '-1'": json.dumps({**LLAMA, "num_hidden_layers": -1}),
     "num_hidden_layers as 'True'": json.dumps({**LLAMA, "num_hidden_layers": True}),
     "no num_attention_heads": json.dumps({k: v for k, v in LLAMA.items() if "heads" not in k}),

@@ -20,7 +20,15 @@ KEYS = [
     "state_size", "conv_kernel", "linear_num_key_heads", "attention_chunk_size", "num_nextn_predict_layers",
 ]  # fmt: skip
 FAMILIES = ["llama", "gemma2", "gemma3_text", "qwen2", "mistral", "mamba", "gpt_oss", "unheard-of"]
-SCALARS = st.none() | st.booleans() | st.integers(-3, 5) | st.integers() | st.floats() | st.text(max_size=6)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 5)
+    | st.integers()
+    | st.integers(10**6, 1 << 31)
+    | st.floats()
+    | st.text(max_size=6)
+)
 QUANTIZED = ["quant_method", "bits", "w_bit", "group_size", "config_groups", "sym", "dynamic", "checkpoint_format", "format", "zero_point", "version", "load_in_4bit", "load_in_8bit", "ignore", "desc_act"]  # fmt: skip
 METHODS = st.sampled_from(["gptq", "awq", "compressed-tensors", "bitsandbytes", "fp8"])
 JSON = st.recursive(

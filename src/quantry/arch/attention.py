@@ -15,6 +15,7 @@ from quantry.errors import ConfigError
 from quantry.types import KVLayers, LayerKind
 
 CACHE_BYTES = 2  # a 16-bit cache
+LAYER_LIMIT = 10_000
 
 # canonical name -> the names older configs use for it
 ALIASES = {
@@ -67,7 +68,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def block_count(config: Mapping[str, Any]) -> int:
     """The number of decoder blocks."""
-    return _count(text_config(config), "num_hidden_layers")
+    return _layer_count(text_config(config))
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
@@ -99,7 +100,7 @@ def kv_layers(config: Mapping[str, Any]) -> tuple[KVLayers, ...]:
 
 def layer_kinds(text: Mapping[str, Any]) -> tuple[LayerKind | None, ...]:
     """How each layer keeps its past, first to last; layers that reuse another's cache count as None."""
-    count = _count(text, "num_hidden_layers")
+    count = _layer_count(text)
     kinds = _listed_kinds(text) or _ruled_kinds(text, count)
     if len(kinds) != count:
         raise ConfigError(
@@ -203,6 +204,17 @@ def _state_bytes(text: Mapping[str, Any], layers: int) -> int | None:
     if type(inner) is int and type(state) is int and type(tail) is int and text.get("model_type") == "mamba":
         return layers * (4 * inner * state + 2 * inner * (tail - 1))
     return None
+
+
+def _layer_count(text: Mapping[str, Any]) -> int:
+    """The number of layers, held against a limit before anything is made for each of them."""
+    count = _count(text, "num_hidden_layers")
+    if count > LAYER_LIMIT:
+        raise ConfigError(
+            f"config gives num_hidden_layers as {count}, more than the limit of {LAYER_LIMIT}",
+            fix="restore config.json",
+        )
+    return count
 
 
 def _count(text: Mapping[str, Any], name: str) -> int:

@@ -63,6 +63,8 @@ def linears(checkpoint: Checkpoint, blocks: int) -> tuple[Linear, ...]:
 
 def _of_tensor(tensor: TensorInfo, tensors: Sequence[TensorInfo], family: str, hidden: Any) -> list[Linear]:
     stacked = STACKED.fullmatch(tensor.name)
+    if tensor.numel == 0:  # an empty tensor may claim any number of experts
+        return []
     if stacked and len(tensor.shape) == 3:
         if family in INTERLEAVED:
             raise ConfigError(f"{family} interleaves gate and up rows, which is not supported", fix="use its own file")
