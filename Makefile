@@ -9,10 +9,12 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 
 ## demo: the main job on the model that ships with the package, offline
 demo: $(READY)
-	rm -rf build/demo-w4a16
+	rm -rf build/demo-q4_k_m build/demo-w4a16
 	$(BIN)/quantry inspect demo
+	$(BIN)/quantry quantize demo -o build/demo-q4_k_m --preset gguf-q4_k_m
+	$(BIN)/quantry inspect build/demo-q4_k_m
+	$(BIN)/python examples/ask.py build/demo-q4_k_m/demo-Q4_K_M.gguf "What color is the sky?"
 	$(BIN)/quantry quantize demo -o build/demo-w4a16 --preset w4a16
-	$(BIN)/quantry inspect build/demo-w4a16
 
 ## test: the whole test suite
 test: $(READY)

@@ -1,4 +1,4 @@
-"""An 8B shape to FP8 and W4A16 with the arithmetic on a GPU: seconds, bytes a second, ratio to the disk's own speed.
+"""An 8B shape to FP8, W4A16 and GGUF Q4_K_M with the arithmetic on a GPU: seconds, bytes a second, ratio to the disk's own speed.
 
 PYTHONPATH=src python benchmarks/gpu_quantize.py WORK_FOLDER [SHAPE]
 """
@@ -23,7 +23,7 @@ def main(work: Path, shape: str) -> None:
     speed = disk_speed(work)
     figures: dict[str, object] = {"shape": shape, "source_bytes": size, "disk_write_bytes_per_second": round(speed)}
     quantry.quantize("demo", work / "warm-up", preset="w4a16", device="cuda")
-    for preset in ("fp8-dynamic", "w4a16"):
+    for preset in ("fp8-dynamic", "w4a16", "gguf-q4_k_m"):
         out = work / preset
         torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()

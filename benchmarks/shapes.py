@@ -4,6 +4,7 @@ python benchmarks/shapes.py 1b OUT        # or 8b, 70b-4 (the widths of 70B, 4 l
 """
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,8 @@ from zlib import crc32
 
 import numpy as np
 
-from quantry.checkpoint.writer import ShardWriter, nbytes
+from quantry.checkpoint.reader import demo_folder
+from quantry.checkpoint.writer import ShardWriter, nbytes, safetensors_header
 
 SHAPES = {  # hidden, MLP, layers, query heads, KV heads, vocabulary
     "1b": (2048, 8192, 16, 32, 8, 32000),
@@ -54,7 +56,7 @@ def write(name: str, folder: Path) -> Path:
     places = {}
     for number, group in enumerate(groups.values()):
         file = f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
-        with ShardWriter(folder / file, group, {"format": "pt"}) as writer:
+        with ShardWriter(folder / file, safetensors_header(group, {"format": "pt"}), group) as writer:
             for tensor, dtype, shape in group:
                 count = nbytes(dtype, shape) // 2
                 start = crc32(tensor.encode()) % 1000 if count < len(halves) else 0
@@ -72,6 +74,9 @@ def write(name: str, folder: Path) -> Path:
         "vocab_size": vocabulary, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
         "rope_theta": 500000.0, "dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):  # a GGUF file needs a vocabulary
+        if (demo_folder() / name).exists():
+            shutil.copy(demo_folder() / name, folder / name)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     return folder
 

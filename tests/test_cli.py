@@ -42,7 +42,8 @@ def imported(*arguments: str) -> set[str]:
 
 def test_public_names_are_frozen() -> None:
     assert set(quantry.__all__) == {
-        "Anatomy", "Artefact", "QuantryError", "__version__", "convert", "inspect", "presets", "quantize",
+        "Anatomy", "Artefact", "Device", "Hardware", "QuantryError", "__version__", "convert", "hardware", "inspect",
+        "presets", "quantize",
     }  # fmt: skip
     for name in quantry.__all__:
         assert getattr(quantry, name) is not None
@@ -60,10 +61,11 @@ def test_flags_are_frozen() -> None:
     }
     assert flags == {
         "convert": ["--dry-run", "--json", "--output", "--requantize", "--to", "-o", "source"],
+        "hardware": ["--gpu", "--json"],
         "inspect": ["--json", "model"],
         "presets": ["--json"],
         "quantize": [
-            "--device", "--dry-run", "--format", "--group", "--json", "--keep-odd", "--output", "--plan", "--preset",
+            "--device", "--dry-run", "--format", "--group", "--imatrix", "--json", "--keep-odd", "--output", "--plan", "--preset",
             "--recipe", "-o", "model",
         ],
     }  # fmt: skip
@@ -169,7 +171,7 @@ def test_unreadable_values_do_not_leak_a_traceback(make_folder: MakeFolder) -> N
 def test_unknown_plugin_is_answered_with_the_choices() -> None:
     with pytest.raises(UnknownNameError, match=r"unknown cli 'inspct'; did you mean inspect\?"):
         registry.load("quantry.cli", "inspct")
-    with pytest.raises(UnknownNameError, match="choose one of: convert, inspect"):
+    with pytest.raises(UnknownNameError, match="choose one of: convert, hardware, inspect"):
         registry.load("quantry.cli", "zzz")
     assert registry.load("quantry.cli", "inspect").__name__ == "quantry.cli.inspect"
 

@@ -26,7 +26,13 @@ from quantry.recipe import presets
 from quantry.types import Scheme
 from test_cli import run
 
-BUILT = [(preset.name, form) for preset in presets().values() if not preset.missing for form in preset.formats]
+BUILT = [  # GGUF is another container: tests/test_gguf.py
+    (preset.name, form)
+    for preset in presets().values()
+    if not preset.missing
+    for form in preset.formats
+    if form != "gguf"
+]
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 384,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
@@ -375,7 +381,7 @@ def test_bad_recipes(llama: Path, tmp_path: Path) -> None:
     for text, message in {
         "preset = 3": "preset is '3', not a name",
         'preset = "w4a16"\nrulez = 1': "unknown key 'rulez'",
-        'preset = "w4a16"\n[[rules]]\nmatch = "x"': "not exactly one of preset and keep",
+        'preset = "w4a16"\n[[rules]]\nmatch = "x"': "not exactly one of preset, type and keep",
         'preset = "w4a16"\n[[rules]]\nmatch = "*.q_proj"\npreset = "w8a16"': "are fused by engines but get different presets",
         "nonsense": "cannot be parsed",
         'preset = "w4a16"\n[[rules]]\nmatch = "*"\nkeep = true': "no layer of",

@@ -10,19 +10,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quantry.anatomy import inspect
     from quantry.conversion import convert
+    from quantry.devices import Device, Hardware, hardware
     from quantry.errors import QuantryError
     from quantry.pipeline import quantize
     from quantry.recipe import presets
     from quantry.types import Anatomy, Artefact
 
 __version__ = "0.1.0"
-__all__ = ["Anatomy", "Artefact", "QuantryError", "__version__", "convert", "inspect", "presets", "quantize"]
+__all__ = [
+    "Anatomy", "Artefact", "Device", "Hardware", "QuantryError", "__version__", "convert", "hardware", "inspect",
+    "presets", "quantize",
+]  # fmt: skip
 
 _HOMES = {
     "Anatomy": "types",
     "Artefact": "types",
+    "Device": "devices",
+    "Hardware": "devices",
     "QuantryError": "errors",
     "convert": "conversion",
+    "hardware": "devices",
     "inspect": "anatomy",
     "presets": "recipe",
     "quantize": "pipeline",

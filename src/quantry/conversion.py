@@ -16,13 +16,17 @@ from torch import Tensor
 from quantry import card, registry
 from quantry.anatomy import dissect
 from quantry.artefact import QuantizedModel
+from quantry.checkpoint.reader import open_checkpoint
 from quantry.checkpoint.weights import DTYPES
 from quantry.checkpoint.workspace import check_room, check_target
 from quantry.errors import RecipeError, UnknownNameError
+from quantry.folder import SHARD_BYTES, SafetensorsFolder, small_files
+from quantry.makers import cast, check_decodes
 from quantry.numerics.grids import SCALE_DTYPES, dequantize
 from quantry.pieces import DTYPE_NAMES, STORED, Division, Keep, Piece, Recode, main_dtype
-from quantry.pipeline import SHARD_BYTES, Job, Progress, cast, check_decodes, write
+from quantry.pipeline import Job, Progress, write
 from quantry.recipe import CAST, Preset, Recipe, preset
+from quantry.restoration import restore
 from quantry.types import Artefact, Params, QTensor, Scheme
 
 PLAIN = {"bf16": "bf16", "fp16": "f16"}  # --to names that mean 16-bit weights
@@ -39,11 +43,17 @@ def convert(
     announce: Callable[[Artefact], None] | None = None,
     progress: Progress | None = None,
 ) -> Artefact:
-    """Writes the quantized checkpoint `source` in the format `to` (or as `bf16` or `fp16`) to the folder `output`."""
+    """Writes the quantized checkpoint or GGUF file `source` in the format `to` (or as `bf16` or `fp16`) to `output`."""
     out = Path(output).expanduser()
     check_target(out)
     form = _target(to)
     fresh = preset(requantize) if requantize else None
+    if open_checkpoint(source).format == "gguf":
+        if form or fresh:
+            raise RecipeError(f"a GGUF file cannot become {to} in one step", fix="convert to bf16, then quantize that")
+        return restore(source, out, PLAIN[to], dry_run, shard_bytes, announce, progress)
+    if form and form.NAME == "gguf":
+        raise RecipeError("GGUF is made of 16-bit weights", fix="convert to bf16, then quantize that to a gguf preset")
     model = QuantizedModel(source)
     division = _divide(model, form, PLAIN.get(to), fresh)
     recipe = Recipe(fresh or _as_it_was(model, to, form), to if form else CAST)
@@ -57,8 +67,9 @@ def convert(
     check_room(out, division.bytes)
     if dry_run:
         return planned
+    container = SafetensorsFolder(small_files(model.folder), model.checkpoint.config, division.dtype, settings)
     return write(
-        Job(model.checkpoint, model.folder, recipe, division, planned, settings, shard_bytes), converter, progress
+        Job(model.checkpoint, model.folder, recipe, division, planned, container, shard_bytes), converter, progress
     )
 
 
@@ -119,6 +130,7 @@ class Converter:
 
     def _rounded(self, read: QTensor, piece: Recode) -> QTensor:
         assert piece.preset is not None
+        assert piece.preset.fit is not None
         assert piece.scheme is not None
         weight = dequantize(read)
         params = registry.load("quantry.fits", piece.preset.fit).fit(weight, piece.scheme.weight, None)

@@ -15,6 +15,7 @@ from quantry.arch.linears import FLOATS, Linear, linears
 from quantry.arch.parts import part_of
 from quantry.checkpoint.writer import Entry, nbytes
 from quantry.errors import QuantryError, RecipeError, WeightError
+from quantry.llamacpp.targets import Target
 from quantry.recipe import CAST, Preset, Recipe
 from quantry.types import Checkpoint, Grid, Scheme, TensorInfo
 
@@ -63,7 +64,36 @@ class Recode:
     entries: tuple[Entry, ...]
 
 
-Piece = Keep | Quantize | Recode
+@dataclass(frozen=True, slots=True)
+class Assemble:
+    """A tensor of a GGUF file, made of source tensors and stored as a ggml type."""
+
+    target: Target
+    kind: str
+
+    @property
+    def name(self) -> str:
+        return self.target.name
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        return ((self.target.name, self.kind, self.target.shape),)
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """A tensor of an ordinary checkpoint, made of the tensors of a GGUF file: (target, which of its sources)."""
+
+    name: str
+    parts: tuple[tuple[Target, int], ...]
+    entry: Entry
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        return (self.entry,)
+
+
+Piece = Keep | Quantize | Recode | Assemble | Restore
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,14 @@ A recipe file is TOML: what the command line says, and rules for layers by name,
     [[rules]]
     match = "*.layers.0.*"      # shell pattern on the layer's name
     preset = "w8a16"            # or: keep = true, to leave it in 16 bit
+
+In a recipe for GGUF a rule names tensors as they are called there, and gives a ggml type instead of a preset:
+
+    preset = "gguf-q4_k_m"
+
+    [[rules]]
+    match = "blk.*.ffn_down.weight"
+    type = "Q6_K"
 """
 
 import json
@@ -38,8 +46,9 @@ class Preset:
     scheme: Scheme
     formats: tuple[str, ...]
     transform: str | None = None
-    fit: str = "absmax"
+    fit: str | None = "absmax"  # None: block types of ggml are searched as ggml does, scales and codes at once
     rounder: str = "nearest"
+    file_type: str | None = None  # of GGUF: a mixture of block types
 
     @property
     def missing(self) -> str | None:
@@ -53,10 +62,11 @@ class Preset:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A preset for the layers whose name matches; no preset leaves them in 16 bit."""
+    """A preset for the layers whose name matches (in GGUF a type for tensors); neither leaves them in 16 bit."""
 
     match: str
     preset: Preset | None
+    type: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +76,7 @@ class Recipe:
     preset: Preset
     format: str
     rules: tuple[Rule, ...] = ()
+    imatrix: str | None = None  # SHA-256 of the file of importance vectors
 
     def preset_for(self, module: str) -> Preset | None:
         """The preset of the layer `module`; None leaves it in 16 bit."""
@@ -132,13 +143,13 @@ def _build(settings: Mapping[str, Any]) -> Recipe:
 def _rule(settings: Any) -> Rule:
     if not isinstance(settings, Mapping):
         raise RecipeError(f"a rule is {str(settings)[:40]!r}, not a table", fix="write each rule as [[rules]]")
-    _only(settings, {"match", "preset", "group", "keep"}, "rule")
-    if ("preset" in settings) == bool(settings.get("keep")):
+    _only(settings, {"match", "preset", "group", "keep", "type"}, "rule")
+    if ("preset" in settings) + bool(settings.get("keep")) + ("type" in settings) != 1:
         raise RecipeError(
-            f"rule {settings.get('match')!r} has not exactly one of preset and keep", fix="give one of them"
+            f"rule {settings.get('match')!r} has not exactly one of preset, type and keep", fix="give one of them"
         )
-    chosen = None if settings.get("keep") else preset(_text(settings, "preset"), settings.get("group"))
-    return Rule(_text(settings, "match"), chosen)
+    chosen = preset(_text(settings, "preset"), settings.get("group")) if "preset" in settings else None
+    return Rule(_text(settings, "match"), chosen, _text(settings, "type") if "type" in settings else None)
 
 
 def _fitting_format(recipe: Recipe) -> Recipe:
@@ -146,6 +157,7 @@ def _fitting_format(recipe: Recipe) -> Recipe:
     if recipe.format != CAST and recipe.format not in registry.choices("quantry.formats"):
         known = (*registry.choices("quantry.formats"), CAST)
         raise UnknownNameError(f"unknown format {recipe.format!r}", fix=registry.suggest(recipe.format, known))
+    _check_types(recipe)
     for one in (recipe.preset, *(rule.preset for rule in recipe.rules if rule.preset)):
         if recipe.format == CAST:
             reason = None if one.scheme.weight.is_cast else "safetensors alone holds 16-bit weights only"
@@ -157,6 +169,21 @@ def _fitting_format(recipe: Recipe) -> Recipe:
                 fix=f"{one.name} fits {' or '.join(one.formats)}",
             )
     return recipe
+
+
+def _check_types(recipe: Recipe) -> None:
+    """Rules of GGUF recipes give types, those of all others presets."""
+    for rule in recipe.rules:
+        if recipe.format == "gguf" and rule.preset is not None:
+            raise RecipeError(
+                f"rule {rule.match!r} gives the preset {rule.preset.name}, and in GGUF a rule gives a type",
+                fix='write type = "Q6_K" or another ggml type',
+            )
+        if recipe.format != "gguf" and rule.type is not None:
+            raise RecipeError(
+                f"rule {rule.match!r} gives the type {rule.type}, which only GGUF has",
+                fix="write preset = ... or keep = true",
+            )
 
 
 def _regroup(chosen: Preset, group: int) -> Preset:
@@ -178,7 +205,8 @@ def _preset(name: str, row: Mapping[str, Any]) -> Preset:
     activation = row.get("activation")
     scheme = Scheme(_grid(row["weight"]), _activation(activation) if activation else None)
     rest = {key: value for key, value in row.items() if key not in ("weight", "activation", "formats")}
-    return Preset(name=name, scheme=scheme, formats=tuple(row["formats"]), **rest)
+    how = {"fit": None} if "file_type" in row else {}
+    return Preset(name=name, scheme=scheme, formats=tuple(row["formats"]), **{**how, **rest})
 
 
 def _activation(row: Mapping[str, Any]) -> Activation:

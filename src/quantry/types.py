@@ -102,7 +102,10 @@ class Anatomy:
         return asdict(self)
 
 
-GridKind = Literal["int", "e4m3", "e5m2", "e2m1", "nf4", "fp4", "bf16", "f16"]
+GridKind = Literal[
+    "int", "e4m3", "e5m2", "e2m1", "nf4", "fp4", "bf16", "f16",
+    "q8_0", "q6_k", "q5_k", "q5_0", "q5_1", "q4_k", "q4_0", "q4_1", "q3_k", "q2_k", "iq4_nl", "iq4_xs",
+]  # fmt: skip
 ScaleType = Literal["f32", "f16", "bf16", "e8m0", "e4m3"]
 
 
@@ -114,6 +117,7 @@ class Grid:
     token, (1, 64) a group, (128, 128) a block. `e2m1` with `e8m0` scales is MXFP4, with `e4m3` scales and one float32
     scale for the whole tensor NVFP4. `nf4` and `fp4` are bitsandbytes' code books over the flattened tensor; `nested`
     says that their scales are quantized once more. `bf16` and `f16` are plain casts without a scale.
+    The names of ggml's block types stand for their whole layout, scales of scales included.
     """
 
     kind: GridKind
@@ -209,3 +213,50 @@ class Artefact:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What a served model will be asked for."""
+
+    context: int  # tokens a sequence may reach, prompt and answer together
+    concurrency: int = 1  # sequences at the same time
+    prompt: int = 512  # tokens of a typical prompt
+    answer: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """The memory of a served model, in bytes over all devices; `parts` states every term that the others sum up."""
+
+    weights: int
+    kv_cache: int
+    activations: int
+    overhead: int
+    per_device: int  # of the fullest device
+    parts: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache + self.activations + self.overhead
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether an engine can serve a quantized model on a device, and with which kernel."""
+
+    outcome: Literal["kernel", "fallback", "refusal"]
+    kernel: str | None
+    reason: str
+    fix: str | None = None
+    source: str = ""  # where the rule is from, with its version
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Predicted speed: tokens a second of all sequences together, and of one prompt."""
+
+    decode_tokens_per_s: float
+    prefill_tokens_per_s: float
+    first_token_s: float
+    bound: Literal["bandwidth", "compute", "overhead"]  # what limits decoding

@@ -63,10 +63,10 @@ class Header:
     tensors: tuple[TensorInfo, ...]
 
 
-def read_shards(files: Files, name: str) -> Header:
-    """The header of a GGUF file, or of all parts of a split one."""
+def read_shards(files: Files, name: str, whole: bool = False) -> Header:
+    """The header of a GGUF file, or of all parts of a split one; `whole` keeps long arrays too."""
     names = _parts(files, name)
-    headers = [read_header(files, part) for part in names]
+    headers = [read_header(files, part, whole) for part in names]
     tensors: dict[str, TensorInfo] = {}
     for header in headers:
         for tensor in header.tensors:
@@ -76,9 +76,9 @@ def read_shards(files: Files, name: str) -> Header:
     return Header(headers[0].metadata, tuple(tensors.values()))
 
 
-def read_header(files: Files, name: str) -> Header:
-    """Parses and checks the header of one file."""
-    cursor = _Cursor(files, name)
+def read_header(files: Files, name: str, whole: bool = False) -> Header:
+    """Parses and checks the header of one file; `whole` keeps long arrays too."""
+    cursor = _Cursor(files, name, ARRAY_LIMIT if whole else KEPT_ITEMS)
     if files.sizes[name] < 24:
         raise _damaged(name, f"has {files.sizes[name]} bytes, fewer than the 24 of a GGUF header")
     magic, version, tensor_count, item_count = struct.unpack("<4sIQQ", cursor.take(24))
@@ -116,8 +116,9 @@ def config_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
 class _Cursor:
     """Reads a file front to back in chunks that double, so that a header costs few requests and little memory."""
 
-    def __init__(self, files: Files, name: str) -> None:
+    def __init__(self, files: Files, name: str, kept: int) -> None:
         self._files, self.name, self.size = files, name, files.sizes[name]
+        self.kept = kept  # items of the longest array that is not walked over
         self._buffer, self._start, self._chunk = b"", 0, 1 << 16
         self.position = 0
 
@@ -175,7 +176,7 @@ def _read_array(cursor: _Cursor, depth: int) -> tuple[Any, ...] | Skipped:
     smallest = struct.calcsize(SCALARS[kind]) if kind in SCALARS else 8
     if count > ARRAY_LIMIT or count * smallest > cursor.left:
         raise _damaged(cursor.name, f"claims an array of {count} items with {cursor.left} bytes left")
-    if count <= KEPT_ITEMS:
+    if count <= cursor.kept:
         return tuple(_read_value(cursor, kind, depth + 1) for _ in range(count))
     if kind in SCALARS:
         for begin in range(0, count * smallest, 1 << 20):
@@ -225,7 +226,7 @@ def _read_tensor_row(cursor: _Cursor) -> tuple[str, tuple[tuple[int, ...], int, 
 
 
 @cache
-def _block_sizes() -> dict[int, tuple[str, int, int]]:
+def block_sizes() -> dict[int, tuple[str, int, int]]:
     """ggml type number -> name, weights in a block, bytes of a block."""
     from gguf import GGML_QUANT_SIZES
 
@@ -233,11 +234,11 @@ def _block_sizes() -> dict[int, tuple[str, int, int]]:
 
 
 def _tensor(file: str, name: str, shape: tuple[int, ...], kind: int, offset: int, data_start: int) -> TensorInfo:
-    if kind not in _block_sizes():
+    if kind not in block_sizes():
         raise CheckpointError(
             f"{file} stores {name[:80]} as ggml type {kind}, which is not known", fix="update the gguf package"
         )
-    dtype, weights, nbytes = _block_sizes()[kind]
+    dtype, weights, nbytes = block_sizes()[kind]
     row = shape[-1] if shape else 1
     if row % weights:
         raise _damaged(file, f"has a {dtype} tensor {name[:80]} with rows of {row}, not a multiple of {weights}")

@@ -7,7 +7,7 @@ import typer
 
 
 def command(
-    source: Annotated[str, typer.Argument(help="A quantized checkpoint: a folder or a hub id.")],
+    source: Annotated[str, typer.Argument(help="A quantized checkpoint: a folder, a GGUF file or a hub id.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The folder to write; new or empty.")],
     to: Annotated[str, typer.Option(help="A format (compressed-tensors, gptq, awq, bitsandbytes), or bf16 or fp16.")],
     requantize: Annotated[
@@ -16,7 +16,7 @@ def command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and stop.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """Write a quantized checkpoint in another format, without loss where the grids agree."""
+    """Write a quantized checkpoint in another format, without loss where the grids agree; or a GGUF file as 16 bit."""
     from quantry.cli._job import announce, bar, report
     from quantry.conversion import convert
 

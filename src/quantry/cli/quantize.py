@@ -16,6 +16,9 @@ def command(
     ] = None,
     format: Annotated[str | None, typer.Option(help="One of the formats that can hold the preset.")] = None,  # noqa: A002
     group: Annotated[int | None, typer.Option(help="Weights that share a scale, for presets with groups.")] = None,
+    imatrix: Annotated[
+        Path | None, typer.Option(help="A file of importance vectors (llama-imatrix), for gguf presets.")
+    ] = None,
     keep_odd: Annotated[
         bool, typer.Option("--keep-odd", help="Leave layers in 16 bit whose shape does not fit.")
     ] = False,
@@ -36,6 +39,7 @@ def command(
             plan=plan,
             format=format,
             group=group,
+            imatrix=imatrix,
             keep_odd=keep_odd,
             dry_run=dry_run,
             device=device,

@@ -1,0 +1,162 @@
+"""Prefill and decode of vLLM on a GPU by scheme, shape and batch, with weights that are made up on the device.
+
+    PYTHONPATH=src:... python benchmarks/vllm_speed.py WORK_FOLDER [--only NAME,NAME]     # needs a GPU and vLLM
+
+The engines of a wave start side by side and then measure one after the other, so that none disturbs another. Each time is
+the best of several. Prefill is the time to the end of the first token of all prompts; a decode step is the difference
+between answers of 1 and of 1 + STEPS tokens, divided by STEPS. `measurements.toml` holds what was kept of the results.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from measure import keep  # noqa: E402
+from quantry import registry  # noqa: E402
+from quantry.arch.attention import block_count  # noqa: E402
+from quantry.pieces import divide  # noqa: E402
+from quantry.planning.models import from_config, known_models  # noqa: E402
+from quantry.recipe import CAST, from_options  # noqa: E402
+
+STEPS = 64
+GIB = 1 << 30
+SHAPES: dict[str, dict[str, Any]] = {  # the 8B shape with other fields
+    "8b": {},
+    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64},
+    "70b-8": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 8, "num_attention_heads": 64},
+}
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+SETUPS: dict[str, dict[str, Any]] = {"graphs": {"compilation_config": GRAPHS}, "compiled": {}}
+WAVES = (  # shape, preset, format, set-up
+    (
+        ("8b", "bf16", None, "graphs"),
+        ("8b", "fp8-dynamic", None, "graphs"),
+        ("8b", "w8a8", None, "graphs"),
+        ("8b", "w4a16", None, "graphs"),
+        ("8b", "w4a16-asym", "awq", "graphs"),
+        ("8b", "w8a16", None, "graphs"),
+    ),
+    (
+        ("8b", "bf16", None, "compiled"),
+        ("8b", "w4a16", None, "compiled"),
+        ("1b", "bf16", None, "graphs"),
+        ("1b", "w4a16", None, "graphs"),
+        ("70b-8", "bf16", None, "graphs"),
+        ("70b-8", "w4a16", None, "graphs"),
+    ),
+)
+POINTS = (  # batch, prompt
+    *((batch, 512) for batch in (1, 2, 4, 8, 16, 32, 64, 128)),
+    (1, 128),
+    (1, 2048),
+    (16, 2048),
+)  # fmt: skip
+
+
+def folder_of(work: Path, shape: str, preset: str, form: str | None, setup: str) -> Path:
+    """A folder with no more than the config.json of a quantized model."""
+    config = {**known_models()["llama-3.1-8b"].config, **SHAPES[shape]}
+    checkpoint = from_config(config, shape)
+    recipe = from_options(preset, None, None, form, None)
+    module = None if recipe.format == CAST else registry.load("quantry.formats", recipe.format)
+    division = divide(checkpoint, recipe, block_count(config), module, False)
+    dtype = {"bf16": "bfloat16", "f16": "float16"}[division.dtype]
+    settings = {"quantization_config": module.config(division.assignment, division.kept)} if module else {}
+    folder = work / "-".join(filter(None, (shape, preset, form, setup)))
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **config, "dtype": dtype, **settings}
+    (folder / "config.json").write_text(json.dumps(whole))
+    return folder
+
+
+def measure(folder: Path, setup: str) -> None:
+    """Runs in a process of its own: starts an engine, waits for its turn, measures, writes beside the folder."""
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found, unused-ignore]
+
+    start = time.perf_counter()
+    engine = LLM(
+        model=str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=4096, max_num_seqs=128,
+        kv_cache_memory_bytes=int(9.4 * GIB), gpu_memory_utilization=0.1, enable_prefix_caching=False, seed=0,
+        **SETUPS[setup],
+    )  # fmt: skip
+    (folder / "ready").write_text(str(round(time.perf_counter() - start, 1)))
+    while not (folder / "go").exists():
+        time.sleep(0.05)
+
+    def seconds(batch: int, prompt: int, answer: int) -> float:
+        wanted = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True, detokenize=False)
+        inputs = [{"prompt_token_ids": [7 + (11 * n + m) % 9000 for m in range(prompt)]} for n in range(batch)]
+        begin = time.perf_counter()
+        engine.generate(inputs, wanted, use_tqdm=False)
+        return time.perf_counter() - begin
+
+    seconds(8, 512, 8)
+    rows = []
+    for batch, prompt in POINTS:
+        small = batch * prompt < 8192
+        first = sorted(seconds(batch, prompt, 1) for _ in range(9 if small else 3))
+        whole = sorted(seconds(batch, prompt, 1 + STEPS) for _ in range(4 if small else 2))
+        steps = [(each - first[0]) / STEPS for each in whole]
+        rows.append(
+            {
+                "batch": batch, "prompt": prompt, "context": prompt + STEPS // 2,
+                "prefill_ms": round(first[0] * 1e3, 3), "prefill_median_ms": round(first[len(first) // 2] * 1e3, 3),
+                "step_ms": round(steps[0] * 1e3, 4), "step_worst_ms": round(steps[-1] * 1e3, 4),
+            }
+        )  # fmt: skip
+        folder.with_suffix(".json").write_text(json.dumps(rows))
+    (folder / "done").write_text("")
+
+
+def run_wave(work: Path, cases: list[tuple[str, str, str | None, str]], results: dict[str, Any]) -> None:
+    environment = {**os.environ, "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"}
+    running = {}
+    for case in cases:
+        folder = folder_of(work, *case)
+        log = folder.with_suffix(".log").open("w")
+        command = [sys.executable, __file__, "--measure", str(folder), case[-1]]
+        running[folder] = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    while any(not (folder / "ready").exists() and process.poll() is None for folder, process in running.items()):
+        time.sleep(0.2)
+    for folder, process in running.items():
+        (folder / "go").write_text("")
+        while not (folder / "done").exists() and process.poll() is None:
+            time.sleep(0.05)
+        found = folder.with_suffix(".json")
+        log = folder.with_suffix(".log").read_text().splitlines()
+        results[folder.name] = {
+            "started_s": (folder / "ready").read_text() if (folder / "ready").exists() else None,
+            "said": [line.split("] ")[-1] for line in log if "took" in line and "GiB" in line or "Kernel for" in line],
+            "points": json.loads(found.read_text()) if found.exists() else [],
+            **({} if found.exists() else {"failed": " | ".join(log[-4:])[-800:]}),
+        }
+        print(folder.name, json.dumps(results[folder.name]), flush=True)
+    for process in running.values():
+        process.terminate()
+    for process in running.values():
+        process.wait()
+    time.sleep(3)
+
+
+def main(work: Path, only: set[str]) -> None:
+    results: dict[str, Any] = {}
+    for wave in WAVES:
+        cases = [case for case in wave if not only or "-".join(filter(None, case)) in only]
+        if cases:
+            run_wave(work, cases, results)
+            (work / "vllm_speed.json").write_text(json.dumps(results))
+    keep("vllm_speed", {"cases": results})
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--measure":
+        measure(Path(sys.argv[2]), sys.argv[3])
+    else:
+        main(Path(sys.argv[1]), set(sys.argv[3].split(",")) if len(sys.argv) > 3 else set())

@@ -1,0 +1,98 @@
+"""`quantry hardware`: what this machine is, or what a description of one means."""
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from quantry.devices import Device, Hardware
+
+DTYPES = ("fp32", "fp16", "bf16", "fp8", "int8", "fp4")
+
+
+def command(
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", help='Describe another machine: "2x RTX 3090", "M2 16GB", "cpu".')
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Show the devices, memory and bandwidth of this machine, or of the one that --gpu describes."""
+    from quantry.devices import hardware
+
+    machine = hardware(gpu)
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(machine.to_dict(), indent=2))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for item in picture(machine):
+        console.print(item)
+
+
+def picture(machine: "Hardware") -> list["RenderableType"]:
+    """A machine as a person would rather see it."""
+    from rich.table import Table
+    from rich.text import Text
+
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim")
+    facts.add_column()
+    for name, value in _facts(machine):
+        facts.add_row(name, Text(value))
+    devices = Table(box=None, padding=(0, 1), header_style="dim")
+    rows = [_row(device, count) for device, count in machine.groups()]
+    for heading in rows[0]:
+        if any(row[heading] for row in rows):
+            justify: Literal["left", "right"] = "left" if heading == "device" else "right"
+            devices.add_column(heading, justify=justify)
+    for row in rows:
+        devices.add_row(*(Text(row[str(column.header)] or "-") for column in devices.columns))
+    above: list[RenderableType] = [facts, ""] if facts.row_count else []
+    details = [Text(line, style) for device, _ in machine.groups() for line, style in _details(device)]
+    return [*above, devices, "", *details, *(Text(note, "yellow") for note in machine.notes)]
+
+
+def _facts(machine: "Hardware") -> list[tuple[str, str]]:
+    from quantry.cli.inspect import human_bytes
+
+    if machine.cores is None:  # described, not detected
+        return []
+    size = human_bytes(machine.host_memory or 0)
+    left = "" if machine.host_available is None else f", {human_bytes(machine.host_available)} available"
+    usable = machine.usable_cores if machine.usable_cores is not None else machine.threads
+    return [
+        ("processor", machine.cpu.name),
+        ("cores", f"{machine.cores} cores, {machine.threads} threads, {usable:g} usable"),
+        ("features", ", ".join(machine.features) or "none that matter here"),
+        ("memory", size + left),
+        ("bandwidth", f"{machine.cpu.bandwidth / 1e9:,.1f} GB/s ({machine.cpu.source.removeprefix('detected; ')})"),
+    ]
+
+
+def _row(device: "Device", count: int) -> dict[str, str]:
+    """The cells of a device by column; empty where there is nothing to say."""
+    from quantry.cli.inspect import human_bytes
+
+    return {
+        "device": f"{count} x {device.name}" if count > 1 else device.name,
+        "memory": human_bytes(device.memory),
+        "usable": human_bytes(device.usable),
+        "free": "" if device.free is None else human_bytes(device.free),
+        "bandwidth": f"{device.bandwidth / 1e9:,.0f} GB/s",
+        "to its peers": f"{device.link.kind} {device.link.bandwidth / 1e9:,.0f} GB/s" if device.link.bandwidth else "",
+        "USD/h": "" if device.price is None else f"{device.price:.2f}",
+    }
+
+
+def _details(device: "Device") -> list[tuple[str, str]]:
+    """What a device computes, and where its figures are from, each line with its style."""
+    kind = f"{device.family} {device.capability}" if device.capability else device.family
+    rates = ", ".join(f"{dtype} {device.tflops[dtype]:,g}" for dtype in DTYPES if dtype in device.tflops)
+    dated = f"{device.source}, {device.date}" if device.date else device.source
+    price = f"; price of {device.price_source}" if device.price_source else ""
+    return [(f"{device.name} ({kind}), dense TFLOP/s: {rates or 'unknown'}", ""), (dated + price, "dim")]

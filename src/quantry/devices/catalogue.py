@@ -1,0 +1,207 @@
+"""The catalogue of devices, and names as people write them.
+
+A name is compared by its letters and digits alone, without makers' names and without its memory: "NVIDIA GeForce RTX
+3090", "rtx-3090" and "3090 24GB" are one. The memory then chooses among the rows that share the name; it must be a size
+that the device is made with. Without it the first row is taken, and `Hardware.notes` says what else it could have been.
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from quantry.devices import Device, Hardware, Link
+from quantry.errors import QuantryError, UnknownNameError
+
+GIB = 1024**3
+MOST = 1024  # devices in one description
+MAKERS = r"\b(nvidia|geforce|tesla|quadro|amd|instinct|radeon|apple|gpu|graphics|tensor core|generation|edition)\b"
+SIZE = r"(?<![a-z0-9.])(\d{1,6}(?:\.\d{1,3})?) ?(tb|tib|gb|gib|g)\b"
+COUNTS = (
+    r"(?P<count>[+-]?\d+) ?[x×*] ?(?P<name>.+)",  # 2x RTX 3090
+    r"(?P<count>\d{1,2}) (?P<name>[a-z].+)",  # 2 RTX 3090s
+    r"(?P<name>.+?)(?: [x×*] ?| ?[×*] ?|(?<=\d)x)(?P<count>\d+)",  # RTX 3090 x2, H100x8
+)
+HOST = "x86 desktop DDR5"  # the processor beside GPUs that are described and not detected
+EXAMPLES = "write a name such as H100, 2x RTX 3090, M2 16GB, Jetson Orin 8GB or cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A device and the sizes that its name may carry, in GiB; any, where the user chooses the memory."""
+
+    device: Device
+    sizes: tuple[float, ...]
+    any_size: bool = False
+    usable_share: float = 1.0
+
+    def of_size(self, size: float | None) -> "Row | None":
+        """This row with a memory of `size`, or None if it is not made so."""
+        if size is None or size in self.sizes:
+            return self
+        if not self.any_size or size <= 0:
+            return None
+        memory = int(size * GIB)
+        return replace(self, device=replace(self.device, memory=memory, usable=int(memory * self.usable_share)))
+
+
+def catalogue() -> tuple[Device, ...]:
+    """Every device, in the order of catalogue.toml."""
+    return tuple(row.device for row in _rows())
+
+
+def parse(text: str, host_memory: int | None = None) -> Hardware:
+    """The machine that `text` describes: one device or several of a kind ("2x RTX 3090", "a100-80gb", "M2 16GB")."""
+    parts = [part.strip() for part in re.split(r"[,;+&]|\band\b", text.lower()) if part.strip()]
+    found = [_counted(part) for part in parts]
+    if not found:
+        raise UnknownNameError(f"{text!r} names no device", fix=EXAMPLES)
+    rows = {row.device.name: row for _, row, _ in found}
+    if len(rows) > 1:
+        raise QuantryError(
+            f"{text[:60]!r} mixes {' and '.join(rows)}, and engines split a model into equal parts",
+            fix="plan for one kind of device at a time",
+        )
+    count = sum(number for number, _, _ in found)
+    if not 1 <= count <= MOST:
+        raise QuantryError(f"{count} devices are asked for, and 1 to {MOST} can be planned", fix="write 2x H100")
+    _, row, notes = found[0]
+    if count > 1 and row.device.kind != "gpu":
+        raise QuantryError(f"{count}x {row.device.name} are {count} machines", fix="plan for one of them")
+    return _hardware(row, count, host_memory, notes)
+
+
+def match(name: str, memory: int) -> Device | None:
+    """The device that a driver calls `name`, if the catalogue has it with about as much memory (bytes).
+
+    Drivers and kernels show 80 to 100 % of what is sold.
+    """
+    rows = _index().get(_key(re.sub(SIZE, "", name.lower())), ())
+    return next((row.device for row in rows if 0.8 <= memory / row.device.memory <= 1.02), None)
+
+
+def family_of(compute: str) -> tuple[str, Mapping[str, float]]:
+    """The family of an NVIDIA compute capability, and how much faster than fp32 its tensor cores are by dtype."""
+    row = next((row for row in _data()["capability"] if row["compute"] == compute), None)
+    return (row["family"], row["times"]) if row else (f"sm_{compute.replace('.', '')}", {})
+
+
+def processor_rates(flags: frozenset[str]) -> tuple[tuple[str, ...], dict[str, float]]:
+    """The features that a processor's flags name, and the operations one core does in a cycle with them by dtype."""
+    rows = [row for row in _data()["rate"] if flags & set(row["flags"])]
+    best: dict[str, float] = {}
+    for row in rows:
+        best |= {dtype: max(rate, best.get(dtype, 0)) for dtype, rate in row["per_cycle"].items()}
+    return tuple(row["feature"] for row in rows), best
+
+
+def _counted(part: str) -> tuple[int, Row, tuple[str, ...]]:
+    """How many of which device one part of a description means, and what to say of the reading."""
+    spaced = re.sub(r"[\s_-]+", " ", part).strip()
+    spaced = f"-{spaced}" if part.startswith("-") else spaced  # a minus is no hyphen: -2x H100
+    found = next(filter(None, (re.fullmatch(pattern, spaced) for pattern in COUNTS)), None)
+    if found is None:
+        return (1, *_named(spaced))
+    return (int(found["count"][:9]), *_named(found["name"]))
+
+
+def _named(text: str) -> tuple[Row, tuple[str, ...]]:
+    """The row that a name means, and a note where it could have been another."""
+    sizes = [float(number) * (1024 if unit[0] == "t" else 1) for number, unit in re.findall(SIZE, text)]
+    key = _key(re.sub(SIZE, "", text))
+    rows = _index().get(key) or _index().get(key.removesuffix("s"))
+    if not rows:
+        raise UnknownNameError(f"unknown device {text[:60]!r}", fix=_suggest(key))
+    size = sizes[0] if sizes else None
+    fitting = [fit for fit in (row.of_size(size) for row in rows) if fit]
+    if not fitting or len(set(sizes)) > 1:
+        made = " or ".join(f"{size:g} GB" for size in dict.fromkeys(size for row in rows for size in row.sizes))
+        raise UnknownNameError(f"{text[:60]!r} is not made", fix=f"that device has {made}")
+    others = [row.device.name for row in fitting[1:]]
+    note = f"{text!r} is read as {fitting[0].device.name}; it could also be {', '.join(others)}"
+    return fitting[0], (note,) if others else ()
+
+
+def _hardware(row: Row, count: int, host_memory: int | None, notes: tuple[str, ...]) -> Hardware:
+    device = row.device
+    if device.kind == "cpu" and host_memory is not None:
+        device = replace(device, memory=host_memory, usable=int(host_memory * row.usable_share))
+    if device.kind != "gpu":
+        return Hardware((device,), device, device.memory, notes=notes)
+    host = next(other for other in catalogue() if other.name == HOST)
+    cpu = replace(host, memory=host_memory, usable=host_memory) if host_memory is not None else host
+    return Hardware((device,) * count, cpu, host_memory, notes=notes)
+
+
+def _suggest(key: str) -> str:
+    """The names closest to a key, or what a name looks like."""
+    close = get_close_matches(key, list(_index()), n=5, cutoff=0.6)
+    names = list(dict.fromkeys(_index()[match][0].device.name for match in close))[:3]
+    return f"did you mean {' or '.join(names)}?" if names else EXAMPLES
+
+
+def _key(text: str) -> str:
+    """The letters and digits of a name, without makers' names."""
+    return re.sub(r"[^a-z0-9]", "", re.sub(MAKERS, "", re.sub(r"[_-]", " ", text.lower())))
+
+
+@cache
+def _index() -> dict[str, list[Row]]:
+    """The rows by every key that names them, in the catalogue's order."""
+    index: dict[str, list[Row]] = {}
+    for row in _rows():
+        for name in (row.device.name, *row.device.aliases):
+            key = _key(re.sub(SIZE, "", name.lower()))
+            for short in dict.fromkeys((key, key.removeprefix("rtx"))):
+                rows = index.setdefault(short, [])
+                if row not in rows:
+                    rows.append(row)
+    return index
+
+
+@cache
+def _rows() -> tuple[Row, ...]:
+    return tuple(row for settings in _data()["device"] for row in _sizes(settings))
+
+
+@cache
+def _data() -> dict[str, list[dict[str, Any]]]:
+    return tomllib.loads(files("quantry.devices").joinpath("catalogue.toml").read_text(encoding="utf-8"))
+
+
+def _sizes(settings: Mapping[str, Any]) -> list[Row]:
+    """One row for each memory size that a row of the file lists."""
+    memory, usable, share = settings["memory"], settings.get("usable"), settings.get("usable_share", 1.0)
+    if not isinstance(memory, list):
+        memory, usable = [memory], None if usable is None else [usable]
+    usable = usable or [size * share for size in memory]
+    return [
+        Row(_device(settings, size, seen, len(memory) > 1), (size, *settings.get("sold_as", ())),
+            settings.get("any", False), share)
+        for size, seen in zip(memory, usable, strict=True)
+    ]  # fmt: skip
+
+
+def _device(settings: Mapping[str, Any], memory: float, usable: float, named_by_size: bool) -> Device:
+    link, price = settings.get("link"), settings.get("price", {})
+    return Device(
+        name=f"{settings['name']} {memory:g}GB" if named_by_size else settings["name"],
+        vendor=settings["vendor"],
+        kind=settings["kind"],
+        family=settings["family"],
+        capability=settings.get("capability"),
+        memory=int(memory * GIB),
+        usable=int(usable * GIB),
+        bandwidth=settings["bandwidth"] * 1e9,
+        tflops={dtype: float(rate) for dtype, rate in settings["tflops"].items()},
+        link=Link(link["kind"], link["bandwidth"] * 1e9) if link else Link(),
+        price=price.get("usd"),
+        price_source=price.get("source"),
+        source=settings["source"],
+        date=settings["date"],
+        aliases=tuple(settings["aliases"]),
+    )

@@ -1,0 +1,1 @@
+"""What llama.cpp expects of a GGUF file, and a loaded model through its C API."""

@@ -1,0 +1,140 @@
+"""Importance matrices: for each matrix the mean square of its inputs, as llama-imatrix stores them.
+
+Two forms are read: GGUF (`NAME.in_sum2` and `NAME.counts`, one count for each expert) and the older binary one (sums
+times the number of calls). An expert that no token reached weighs all its inputs alike, as in llama.cpp.
+"""
+
+import hashlib
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantry.checkpoint.files import LocalFiles
+from quantry.checkpoint.gguf import MAGIC, read_header
+from quantry.errors import CheckpointError, RecipeError
+from quantry.llamacpp.targets import Target
+
+Vectors = NDArray[np.float32]  # (matrices, columns)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Importance:
+    """The vectors of a file by GGUF tensor name, and where they are from."""
+
+    file: str
+    sha256: str
+    vectors: Mapping[str, Vectors]
+    chunks: int = 0
+    dataset: str | None = None
+
+
+def read(path: Path) -> Importance:
+    """Reads and checks a file of importance vectors."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RecipeError(f"cannot read {path}: {error.strerror}", fix="check the path after --imatrix") from error
+    found = _read_gguf(path) if data[:4] == MAGIC else _read_binary(path, data)
+    for name, vectors in found.vectors.items():
+        if not np.isfinite(vectors).all() or (vectors < 0).any():
+            raise CheckpointError(
+                f"{path.name} has a negative or infinite importance for {name}", fix="compute the matrix again"
+            )
+    return found
+
+
+def fitting(importance: Importance, targets: Mapping[str, Target]) -> dict[str, Vectors]:
+    """The vectors of the tensors of a file, each held against its shape."""
+    found = {}
+    for name, vectors in importance.vectors.items():
+        if name not in targets:
+            continue
+        shape = targets[name].shape
+        matrices = shape[0] if len(shape) == 3 else 1
+        if vectors.size != matrices * shape[-1]:
+            raise RecipeError(
+                f"{importance.file} has {vectors.size} values for {name}, which needs {matrices * shape[-1]}",
+                fix="compute the matrix from this model",
+            )
+        found[name] = vectors.reshape(matrices, shape[-1])
+    if not found:
+        raise RecipeError(
+            f"{importance.file} knows no tensor of this model", fix="give a matrix that was computed from this model"
+        )
+    return found
+
+
+def _read_gguf(path: Path) -> Importance:
+    files = LocalFiles(path.parent)
+    header = read_header(files, path.name)
+    arrays = {}
+    for tensor in header.tensors:
+        if tensor.dtype != "F32":
+            raise _damaged(path, f"stores {tensor.name[:80]} as {tensor.dtype}, not F32")
+        arrays[tensor.name] = np.frombuffer(files.read(path.name, tensor.start, tensor.nbytes), np.float32)
+    vectors = {}
+    for name, sums in arrays.items():
+        if name.endswith(".in_sum2"):
+            matrix = name.removesuffix(".in_sum2")
+            counts = arrays.get(f"{matrix}.counts")
+            if counts is None or not counts.size or sums.size % counts.size:
+                raise _damaged(path, f"has no fitting counts for {matrix[:80]}")
+            rows = sums.reshape(counts.size, -1)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                vectors[matrix] = np.where(counts[:, None] > 0, rows / counts[:, None], np.float32(1))
+    if not vectors:
+        raise _damaged(path, "has no tensor NAME.in_sum2")
+    chunks, datasets = header.metadata.get("imatrix.chunk_count", 0), header.metadata.get("imatrix.datasets")
+    dataset = str(datasets[0]) if isinstance(datasets, tuple) and datasets else None
+    return Importance(path.name, _digest(path), vectors, chunks if type(chunks) is int else 0, dataset)
+
+
+def _read_binary(path: Path, data: bytes) -> Importance:
+    reader = _Binary(path, data)
+    count = reader.number()
+    if not 0 < count < 1 << 20:
+        raise _damaged(path, f"claims {count} entries")
+    vectors = dict(reader.entry() for _ in range(count))
+    chunks = reader.number() if reader.left else 0
+    dataset = reader.text() if reader.left else None
+    return Importance(path.name, _digest(path), vectors, chunks, dataset)
+
+
+class _Binary:
+    """Reads the older form front to back."""
+
+    def __init__(self, path: Path, data: bytes) -> None:
+        self._path, self._data, self._position = path, data, 0
+
+    @property
+    def left(self) -> int:
+        return len(self._data) - self._position
+
+    def number(self) -> int:
+        return int(struct.unpack("<i", self._take(4))[0])
+
+    def text(self) -> str:
+        return self._take(self.number()).decode("utf-8", errors="replace")
+
+    def entry(self) -> tuple[str, Vectors]:
+        name, calls, size = self.text(), self.number(), self.number()
+        sums = np.frombuffer(self._take(4 * size), np.float32)
+        return name, (sums / np.float32(calls) if calls > 0 else sums)[None]
+
+    def _take(self, count: int) -> bytes:
+        if not 0 <= count <= self.left:
+            raise _damaged(self._path, f"needs {count} bytes at byte {self._position} and has {self.left} left")
+        self._position += count
+        return self._data[self._position - count : self._position]
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _damaged(path: Path, fault: str) -> CheckpointError:
+    return CheckpointError(f"{path.name} {fault}", fix="it is damaged or no importance matrix: compute it again")

@@ -1,0 +1,235 @@
+"""Which block type each tensor of a GGUF file gets: the choice of llama-quantize, tensor by tensor.
+
+A file type such as q4_k_m is a mixture: most tensors get its main type, some more bits, by role, depth and shape of the
+model (mixtures.toml). Rows that a type's blocks do not fit get another type (FALLBACKS). Falcon, which has rules of its
+own in llama.cpp, is not covered.
+"""
+
+import re
+import tomllib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib.resources import files
+
+from quantry.errors import RecipeError, UnknownNameError, WeightError
+from quantry.registry import suggest
+
+Rows = tuple[tuple[str, str], ...]  # (condition, type)
+
+BLOCKS = {  # weights in a block
+    **dict.fromkeys(("F32", "F16", "BF16"), 1),
+    **dict.fromkeys(("Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "IQ4_NL"), 32),
+    **dict.fromkeys(("Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K", "IQ4_XS"), 256),
+}
+FALLBACKS = {  # for rows that blocks of 256 do not fit; F16 where these do not fit either
+    "Q6_K": "Q8_0",
+    "Q5_K": "Q5_1",
+    "Q4_K": "Q5_0",
+    "Q3_K": "Q4_0",
+    "Q2_K": "Q4_0",
+    "IQ4_XS": "IQ4_NL",
+}
+ROLES = {  # the first that is found in a tensor's name; fused projections count as values
+    "output": r"^output\.weight$",
+    "embedding": r"^(per_layer_)?token_embd\.weight$",
+    "attn_v": r"attn_(qkv|kv_b|v)\.weight",
+    "attn_k": r"attn_k\.weight",
+    "attn_output": r"attn_output\.weight",
+    "ffn_down": r"ffn_down",
+}
+# Small or touchy tensors that llama-quantize leaves as they are, besides those with fewer than two dimensions.
+PLAIN = re.compile(
+    r"(?<!weight)$"
+    r"|_norm\.weight|ffn_gate_inp\.weight|ffn_gate_tid2eid\.weight|altup|laurel|per_layer_model_proj"
+    r"|^position_embd\.weight$|^token_types\.weight$|ssm_conv1d|shortconv\.conv\.weight|indexer\.[kq]_proj\.weight"
+    r"|time_mix_(first|[wva][012]|g[12]|decay_w[12]|lerp_fused)\.weight|attn_rel_b\.weight|\.position_embd"
+    r"|sam\.(pos_embd|neck\.|net_)|\.rel_pos|\.patch_embd|\.patch_merger|a\.rvq\.codebook|mm\.a\.code_embd"
+)
+# Models that llama.cpp takes for 70B by their depth (a Llama of that depth only if heads share keys): their small
+# attn_v is never below 5 bits.
+LARGE = {("llama", 80), ("qwen2", 80), ("deci", 80), ("olmo", 80), ("jais2", 68)}
+
+
+@dataclass(frozen=True, slots=True)
+class FileType:
+    """One table of mixtures.toml."""
+
+    number: int  # general.file_type
+    main: str
+    rows: Mapping[str, Rows]  # by role
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The type a tensor is stored in, and the one it would have if its rows fitted."""
+
+    kind: str
+    wanted: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    architecture: str
+    layers: int
+    heads: int
+    kv_heads: int
+    experts: int
+    importance: bool
+
+    @property
+    def shared(self) -> int:
+        """How many heads use the same keys and values."""
+        return self.heads // self.kv_heads if self.kv_heads else 0
+
+    @property
+    def large(self) -> bool:
+        alone = self.architecture == "llama" and self.heads == self.kv_heads
+        return (self.architecture, self.layers) in LARGE and not alone
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor stands: the `index`-th of `count` in its role, with rows of `columns`, in a file of `main`."""
+
+    model: _Model
+    main: str
+    columns: int
+    index: int = 0
+    count: int = 0
+
+    @property
+    def more_bits(self) -> bool:
+        """The first and the last eighth of the layers, and every third between them."""
+        start = self.count // 8
+        return self.index < start or self.index >= 7 * self.count // 8 or (self.index - start) % 3 == 2
+
+
+CONDITIONS: dict[str, Callable[[_Place], bool]] = {
+    "always": lambda place: True,
+    "more bits": lambda place: place.more_bits,
+    "first two": lambda place: place.index < 2,
+    "first four": lambda place: place.index < 4,
+    "first sixteenth": lambda place: place.index < place.count // 16,
+    "first eighth": lambda place: place.index < place.count // 8,
+    "first eighth, with importance": lambda place: place.index < place.count // 8 and place.model.importance,
+    "first eighth, without importance": lambda place: place.index < place.count // 8 and not place.model.importance,
+    "4 heads share it": lambda place: place.model.shared >= 4,
+    "8 experts": lambda place: place.model.experts == 8,
+    "Q8_0, or the main type does not fit": lambda place: (
+        place.main == "Q8_0" or place.columns % BLOCKS[place.main] != 0
+    ),
+}
+
+
+def types(
+    file_type: str,
+    architecture: str,
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    heads: int,
+    kv_heads: int,
+    experts: int,
+    layers: int,
+    importance: bool,
+    keep: Collection[str] = (),
+    plain: str = "BF16",
+    overrides: Iterable[tuple[str, str]] = (),
+) -> dict[str, Choice]:
+    """The type of every tensor, in the order of llama.cpp's loader.
+
+    `shapes` has the outermost dimension first; `heads` and `kv_heads` are those of the first layer; `experts` is 0
+    without; `importance` says whether there is an importance matrix. Tensors of `keep` and those with one dimension
+    are F32; others that are never quantized are `plain`. `overrides` are (shell pattern, type), the first that matches
+    wins over the mixture; as in llama-quantize, a tensor it names is not counted when others are placed by depth.
+    """
+    chosen, rules = _file_type(file_type), _checked(overrides)
+    model = _Model(architecture, layers, heads, kv_heads, experts, importance)
+    roles = {name: _role(name, tied="output.weight" not in shapes) for name in shapes}
+    counts = {"attn_v": list(roles.values()).count("attn_v"), "ffn_down": layers}
+    seen = dict.fromkeys(counts, 0)
+    found = {}
+    for name in sorted(shapes, key=lambda name: (_layer(name), name)):
+        shape, role = shapes[name], roles[name]
+        if name in keep or len(shape) < 2 or not _quantizable(name, shape):
+            kind = "F32" if name in keep or len(shape) < 2 else plain
+            found[name] = Choice(kind, kind)
+            continue
+        wanted = next((kind for pattern, kind in rules if fnmatchcase(name, pattern)), None)
+        if wanted is None:
+            depth = _layer(name) if role == "ffn_down" and experts > 1 else seen.get(role, 0)
+            wanted = _mixture(chosen, role, _Place(model, chosen.main, shape[-1], depth, counts.get(role, 0)))
+            if role in seen:
+                seen[role] += 1
+        found[name] = Choice(fitting(name, wanted, shape[-1]), wanted)
+    return found
+
+
+def fitting(name: str, kind: str, columns: int) -> str:
+    """The type itself if rows of `columns` weights fit its blocks, else what llama.cpp takes instead."""
+    if columns % BLOCKS[kind] == 0:
+        return kind
+    if kind not in FALLBACKS:
+        raise WeightError(
+            f"{name} has rows of {columns} weights, {kind} has blocks of {BLOCKS[kind]}, and llama.cpp falls back to "
+            "nothing from there",
+            fix="choose F16 or BF16 for this tensor in a recipe",
+        )
+    return FALLBACKS[kind] if columns % BLOCKS[FALLBACKS[kind]] == 0 else "F16"
+
+
+def _mixture(file_type: FileType, role: str, place: _Place) -> str:
+    if BLOCKS[file_type.main] == 1:
+        return file_type.main
+    rows = (*_tables()[0].get(role, ()), *file_type.rows.get(role, ()))
+    kind = next((kind for condition, kind in rows if CONDITIONS[condition](place)), file_type.main)
+    return "Q5_K" if role == "attn_v" and kind in ("Q3_K", "Q4_K") and place.model.large else kind
+
+
+def _role(name: str, tied: bool) -> str:
+    role = next((role for role, pattern in ROLES.items() if re.search(pattern, name)), "other")
+    return "output" if tied and role == "embedding" else role
+
+
+def _layer(name: str) -> int:
+    match = re.match(r"blk\.(\d+)\.", name)
+    return int(match[1]) if match else -1
+
+
+def _quantizable(name: str, shape: Sequence[int]) -> bool:
+    """ggml does not count leading dimensions of 1: a matrix of one row is a vector."""
+    return any(size > 1 for size in shape[:-1]) and not PLAIN.search(name)
+
+
+def _file_type(name: str) -> FileType:
+    if name not in FILE_TYPES:
+        raise UnknownNameError(f"unknown GGUF file type {name!r}", fix=suggest(name, tuple(FILE_TYPES)))
+    return FILE_TYPES[name]
+
+
+def _checked(overrides: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    rules = tuple((pattern, kind.upper()) for pattern, kind in overrides)
+    for pattern, kind in rules:
+        if kind not in BLOCKS:
+            raise RecipeError(
+                f"the type of {pattern} is {kind}, which is not written", fix=suggest(kind, tuple(BLOCKS))
+            )
+    return rules
+
+
+@cache
+def _tables() -> tuple[Mapping[str, Rows], dict[str, FileType]]:
+    """The rows of every file type, and the file types."""
+    tables = tomllib.loads(files("quantry.llamacpp").joinpath("mixtures.toml").read_text(encoding="utf-8"))
+    every = tables.pop("every")
+    return _rows(every), {
+        name: FileType(table.pop("number"), table.pop("main"), _rows(table)) for name, table in tables.items()
+    }
+
+
+def _rows(table: Mapping[str, list[list[str]]]) -> Mapping[str, Rows]:
+    return {role: tuple((condition, kind) for condition, kind in rows) for role, rows in table.items()}
+
+
+FILE_TYPES: Mapping[str, FileType] = _tables()[1]

@@ -1,0 +1,231 @@
+"""A GGUF file loaded by llama.cpp itself, through the C API of the library inside xllamacpp: tokens and logits.
+
+Parameter structs change from version to version, but they travel in memory: each is declared larger than it is, filled
+by llama.cpp's own defaults, and only leading fields that have kept their place are set.
+"""
+
+import ctypes
+import os
+import re
+from collections import deque
+from collections.abc import Sequence
+from ctypes import POINTER, c_bool, c_char_p, c_float, c_int8, c_int32, c_uint32, c_void_p
+from functools import cache, partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from weakref import finalize
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantry.errors import CheckpointError, ModelNotFoundError, QuantryError
+
+PIECE = 512  # tokens decoded at once: more would cost llama.cpp as many rows of logits
+ERROR = 4  # of enum ggml_log_level
+
+
+class _Params(ctypes.Structure):
+    """llama_model_params or llama_context_params, whose first 32-bit word is n_ctx; both are shorter than this."""
+
+    _fields_ = (("words", c_uint32 * 256),)
+
+
+class _Batch(ctypes.Structure):
+    """llama_batch: without positions and sequence ids llama.cpp goes on where it was, in sequence 0."""
+
+    _fields_ = (
+        ("count", c_int32),
+        ("tokens", POINTER(c_int32)),
+        ("embeddings", c_void_p),
+        ("positions", c_void_p),
+        ("sequence_counts", c_void_p),
+        ("sequences", c_void_p),
+        ("wanted", POINTER(c_int8)),  # whether each token's logits are wanted
+    )
+
+
+FUNCTIONS: dict[str, tuple[Any, ...]] = {  # what each returns, then what it takes
+    "llama_backend_init": (None,),
+    "llama_log_set": (None, c_void_p, c_void_p),
+    "llama_model_default_params": (_Params,),
+    "llama_context_default_params": (_Params,),
+    "llama_model_load_from_file": (c_void_p, c_char_p, _Params),
+    "llama_init_from_model": (c_void_p, c_void_p, _Params),
+    "llama_set_n_threads": (None, c_void_p, c_int32, c_int32),
+    "llama_n_ctx": (c_uint32, c_void_p),
+    "llama_n_batch": (c_uint32, c_void_p),
+    "llama_model_get_vocab": (c_void_p, c_void_p),
+    "llama_vocab_n_tokens": (c_int32, c_void_p),
+    "llama_vocab_is_eog": (c_bool, c_void_p, c_int32),
+    "llama_model_chat_template": (c_char_p, c_void_p, c_char_p),
+    "llama_tokenize": (c_int32, c_void_p, c_char_p, c_int32, POINTER(c_int32), c_int32, c_bool, c_bool),
+    "llama_detokenize": (c_int32, c_void_p, POINTER(c_int32), c_int32, c_char_p, c_int32, c_bool, c_bool),
+    "llama_get_memory": (c_void_p, c_void_p),
+    "llama_memory_clear": (None, c_void_p, c_bool),
+    "llama_decode": (c_int32, c_void_p, _Batch),
+    "llama_get_logits": (POINTER(c_float), c_void_p),
+    "llama_free": (None, c_void_p),
+    "llama_model_free": (None, c_void_p),
+}
+
+
+class Model:
+    """A loaded model. Every call starts from an empty context; close it, or use it in a `with` statement."""
+
+    def __init__(self, path: Path | str, context: int = 512, threads: int | None = None) -> None:
+        file = Path(path)
+        if not file.is_file():
+            raise ModelNotFoundError(f"{file} is not a file", fix="give the path of a GGUF file")
+        self._api = _api()
+        _log.clear()
+        model = self._api.llama_model_load_from_file(os.fsencode(file), self._api.llama_model_default_params())
+        if not model:
+            raise _refused(file, "does not load")
+        params = self._api.llama_context_default_params()
+        params.words[0] = context
+        self._context = self._api.llama_init_from_model(model, params)
+        if not self._context:
+            self._api.llama_model_free(model)
+            raise _refused(file, f"gets no context of {context} tokens")
+        self._release = finalize(self, _free, self._api, model, self._context)
+        cores = threads or os.cpu_count() or 1
+        self._api.llama_set_n_threads(self._context, cores, cores)
+        self._vocabulary = self._api.llama_model_get_vocab(model)
+        self._template = self._api.llama_model_chat_template(model, None)
+        self.path = file
+        self.context = int(self._api.llama_n_ctx(self._context))
+        self.vocabulary = int(self._api.llama_vocab_n_tokens(self._vocabulary))
+
+    @property
+    def chat_template(self) -> str | None:
+        return None if self._template is None else self._template.decode()
+
+    def tokenize(self, text: str, special: bool = True) -> list[int]:
+        """Token ids, with those the model wants at the ends if `special`; special tokens in the text are recognized."""
+        self._open()
+        data = text.encode()
+        ask = partial(self._api.llama_tokenize, self._vocabulary, data, len(data))
+        tokens = (c_int32 * -ask(None, 0, special, True))()  # without room it says how much it needs, as a negative
+        return list(tokens[: ask(tokens, len(tokens), special, True)])
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """The text of token ids, special ones spelled out."""
+        self._open()
+        ask = partial(self._api.llama_detokenize, self._vocabulary, self._checked(tokens), len(tokens))
+        text = ctypes.create_string_buffer(1 - ask(None, 0, False, True))
+        size = ask(text, len(text), False, True)
+        return text.raw[:size].decode(errors="replace")
+
+    def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """What follows each token: (tokens, vocabulary), before the softmax."""
+        self._start(tokens, len(tokens))
+        found = np.empty((len(tokens), self.vocabulary), np.float32)
+        for start, piece in self._pieces(tokens):
+            found[start : start + len(piece)] = self._decode(piece, all_logits=True)
+        return found
+
+    def generate(self, tokens: Sequence[int], count: int) -> list[int]:
+        """The likeliest next tokens, at most `count`; ends before a token that ends the text."""
+        self._start(tokens, len(tokens) + count)
+        found: list[int] = []
+        for _, piece in self._pieces(tokens):
+            last = self._decode(piece, all_logits=False)
+        while len(found) < count:
+            token = int(last[0].argmax())
+            if self._api.llama_vocab_is_eog(self._vocabulary, token):
+                break
+            found.append(token)
+            last = self._decode([token], all_logits=False)
+        return found
+
+    def close(self) -> None:
+        """Frees the memory; a second time does nothing."""
+        self._release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> None:
+        if not self._release.alive:
+            raise ValueError(f"{self.path} is closed")
+
+    def _start(self, tokens: Sequence[int], total: int) -> None:
+        """Empties the context, once the tokens are known to fit."""
+        self._open()
+        self._checked(tokens)
+        if not 0 < total <= self.context or not tokens:
+            raise QuantryError(
+                f"{len(tokens)} tokens, {total} with what is to follow, do not fit a context of 1 to {self.context}",
+                fix="give fewer tokens, at least one, or open the model with a larger context",
+            )
+        self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
+
+    def _checked(self, tokens: Sequence[int]) -> "ctypes.Array[c_int32]":
+        strange = next((token for token in tokens if not 0 <= token < self.vocabulary), None)
+        if strange is not None:
+            raise QuantryError(
+                f"token {strange} is not in the vocabulary of {self.vocabulary} tokens of {self.path.name}",
+                fix="use the tokenizer of this model",
+            )
+        return (c_int32 * len(tokens))(*tokens)
+
+    def _pieces(self, tokens: Sequence[int]) -> list[tuple[int, Sequence[int]]]:
+        size = min(PIECE, self._api.llama_n_batch(self._context))
+        return [(start, tokens[start : start + size]) for start in range(0, len(tokens), size)]
+
+    def _decode(self, tokens: Sequence[int], all_logits: bool) -> NDArray[np.float32]:
+        """Appends tokens to the context; the logits after each of them, or after the last, until the next call."""
+        count = len(tokens)
+        wanted = (c_int8 * count)(*([all_logits] * (count - 1)), True)
+        batch = _Batch(count=count, tokens=(c_int32 * count)(*tokens), wanted=wanted)
+        _log.clear()
+        if self._api.llama_decode(self._context, batch):
+            raise _refused(self.path, f"does not take {count} tokens")
+        rows = self._api.llama_get_logits(self._context)
+        return np.ctypeslib.as_array(rows, (count if all_logits else 1, self.vocabulary))
+
+
+_log: deque[str] = deque(maxlen=16)  # the last errors llama.cpp told of
+
+
+def _listen(level: int, text: bytes | None, _: Any) -> None:
+    """Takes llama.cpp's log instead of the terminal, and keeps errors for whoever has to explain one."""
+    words = (text or b"").decode(errors="replace").strip()
+    if level == ERROR and words:
+        _log.append(words)
+
+
+_listener = ctypes.CFUNCTYPE(None, ctypes.c_int, c_char_p, c_void_p)(_listen)  # must live as long as the library
+
+
+@cache
+def _api() -> ctypes.CDLL:
+    """The library with its functions declared, started, and silent."""
+    from quantry.numerics.ggml.native import library
+
+    found = library()
+    for name, (returns, *takes) in FUNCTIONS.items():
+        if not hasattr(found, name):
+            raise QuantryError(f"the library of xllamacpp has no {name}", fix="pip install -U xllamacpp")
+        function = getattr(found, name)
+        function.restype, function.argtypes = returns, takes
+    found.llama_log_set(ctypes.cast(_listener, c_void_p), None)
+    found.llama_backend_init()
+    return found
+
+
+def _refused(file: Path, what: str) -> CheckpointError:
+    words = next(iter(_log), "it gives no reason")  # what follows the first error only says that loading failed
+    reason = re.sub(r"^(\w+: |error loading model: )+", "", words)  # without the names of its functions
+    return CheckpointError(f"{file} {what} in llama.cpp: {reason}", fix="write the file again, or update xllamacpp")
+
+
+def _free(api: ctypes.CDLL, model: int, context: int) -> None:
+    api.llama_free(context)
+    api.llama_model_free(model)

@@ -1,0 +1,191 @@
+"""Makers turn pieces into stored tensors: quantized layers of a folder, or the tensors of a GGUF file.
+
+They read mapped weights, refuse what is not a finite number, compute on the device they are given, and check that what
+they encode decodes to the same.
+"""
+
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from quantry import registry
+from quantry.arch.linears import Linear
+from quantry.checkpoint.weights import DTYPES, NAMES, MappedWeights
+from quantry.errors import OutputError, WeightError
+from quantry.formats import gguf
+from quantry.llamacpp.targets import Source
+from quantry.numerics.blocks import absmax
+from quantry.pieces import Assemble, Keep, Piece, Quantize
+from quantry.types import Checkpoint, Grid, QTensor
+
+
+class Maker(Protocol):
+    """Turns pieces into stored tensors."""
+
+    def make(self, piece: Piece) -> Iterator[tuple[str, Tensor]]: ...
+
+    def release(self, piece: Piece) -> None: ...
+
+    def notes(self) -> tuple[str, ...]: ...
+
+
+class Reader:
+    """The weights of a checkpoint, on the computing device."""
+
+    def __init__(self, checkpoint: Checkpoint, weights: MappedWeights, device: torch.device) -> None:
+        self._tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
+        self._weights, self.device = weights, device
+        self._pinned = torch.empty(0, dtype=torch.uint8)
+
+    def get(self, name: str) -> Tensor:
+        """A tensor as it is stored, mapped."""
+        return self._weights.get(self._tensors[name])
+
+    def matrix(self, source: Linear | Source, name: str) -> Tensor:
+        """A matrix (or vector) out of a tensor that may hold a stack of them."""
+        weight = self.get(name)
+        if source.expert is not None:
+            weight = weight[source.expert]
+        weight = weight.t() if source.flip else weight
+        return weight[slice(*source.rows)].contiguous() if source.rows else weight
+
+    def upload(self, weight: Tensor) -> Tensor:
+        """The weight on the computing device; to a GPU through one pinned buffer, which it can fetch by itself."""
+        if self.device.type != "cuda":
+            return weight
+        torch.cuda.current_stream().synchronize()  # the buffer may still be on its way
+        if self._pinned.numel() < weight.numel() * weight.itemsize:
+            self._pinned = torch.empty(weight.numel() * weight.itemsize, dtype=torch.uint8, pin_memory=True)
+        staged = self._pinned[: weight.numel() * weight.itemsize].view(weight.dtype).view(weight.shape).copy_(weight)
+        return staged.to(self.device, non_blocking=True)
+
+    def release(self, names: set[str]) -> None:
+        for name in names:
+            self._weights.release(self._tensors[name])
+
+
+class Quantizer:
+    """Makes quantized layers from 16-bit weights."""
+
+    def __init__(self, reader: Reader, form: ModuleType | None, settings: Mapping[str, Any]) -> None:
+        self._reader, self._form, self._settings = reader, form, settings
+        self._wholes: dict[str, Tensor] = {}
+
+    def make(self, piece: Piece) -> Iterator[tuple[str, Tensor]]:
+        """The stored tensors of a piece, in the order of its entries."""
+        if isinstance(piece, Keep):
+            weight = self._linear(piece.linear) if piece.linear else self._reader.get(piece.source)
+            yield piece.name, cast(weight, DTYPES[piece.entry[1]], piece.name)
+        elif isinstance(piece, Quantize):
+            yield from self._quantize(piece)
+
+    def release(self, piece: Piece) -> None:
+        linears = piece.linears if isinstance(piece, Quantize) else ()
+        self._reader.release({piece.source} if isinstance(piece, Keep) else {linear.source for linear in linears})
+
+    def notes(self) -> tuple[str, ...]:
+        return ()
+
+    def _quantize(self, piece: Quantize) -> Iterator[tuple[str, Tensor]]:
+        assert self._form is not None
+        assert piece.preset.fit is not None
+        fit = registry.load("quantry.fits", piece.preset.fit).fit
+        round_weight = registry.load("quantry.rounders", piece.preset.rounder).round_weight
+        whole = self._whole(piece)
+        for linear in piece.linears:
+            weight = self._reader.upload(self._linear(linear))
+            check_finite(weight, linear.source)
+            rounded: QTensor = round_weight(weight, piece.grid, fit(weight, piece.grid, whole))
+            stored = self._form.encode(linear.module, rounded)
+            check_decodes(
+                self._form.decode(linear.module, stored, piece.scheme, self._settings), rounded, linear.module
+            )
+            yield from stored.items()
+
+    def _whole(self, piece: Quantize) -> Tensor | None:
+        """The largest magnitude of all linears that share a scale with this piece, where a scale spans them."""
+        if not piece.grid.spans_tensor:
+            return None
+        key, whole = piece.sharers[0].module, Grid(piece.grid.kind, piece.grid.bits, (0, 0))
+        if key not in self._wholes:
+            peaks = [absmax(self._reader.upload(self._linear(linear)), whole) for linear in piece.sharers]
+            self._wholes[key] = torch.stack(peaks).max()
+        return self._wholes[key]
+
+    def _linear(self, linear: Linear) -> Tensor:
+        """The (out, in) weight of a linear."""
+        return self._reader.matrix(linear, linear.source)
+
+
+class BlockMaker:
+    """Makes the tensors of a GGUF file; `importance` has a vector for each matrix that it knows, by GGUF name."""
+
+    def __init__(self, reader: Reader, importance: Mapping[str, Tensor]) -> None:
+        self._reader, self._importance = reader, importance
+
+    def make(self, piece: Piece) -> Iterator[tuple[str, Tensor]]:
+        """A tensor, or its experts one after the other, in the order in which they are stacked."""
+        assert isinstance(piece, Assemble)
+        target, kind = piece.target, piece.kind
+        if target.values is not None:
+            yield target.name, torch.tensor(target.values, dtype=torch.float32)
+            return
+        vectors = self._importance.get(target.name)
+        for index, source in enumerate(target.sources):
+            weight = self._reader.upload(self._reader.matrix(source, source.name))
+            check_finite(weight, source.name)
+            vector = None if vectors is None else vectors[index]
+            yield target.name, _stored(gguf.arranged(weight, target), kind, vector, source.name)
+
+    def release(self, piece: Piece) -> None:
+        assert isinstance(piece, Assemble)
+        self._reader.release({source.name for source in piece.target.sources})
+
+    def notes(self) -> tuple[str, ...]:
+        return ()
+
+
+def _stored(weight: Tensor, kind: str, importance: Tensor | None, name: str) -> Tensor:
+    return cast(weight, DTYPES[kind], name) if kind in DTYPES else gguf.encode(weight, kind, importance)
+
+
+def check_finite(weight: Tensor, name: str) -> None:
+    """NaN goes through a minimum, and infinity is one: counting is left for when there is something to count."""
+    if weight.numel() and not torch.isfinite(torch.stack(weight.aminmax())).all():
+        bad = int((~torch.isfinite(weight)).sum())
+        raise WeightError(f"{name} has {bad} weights that are NaN or infinite", fix="repair or retrain the checkpoint")
+
+
+def cast(weight: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """The tensor in another float type, refused where it would overflow."""
+    if weight.dtype == dtype:
+        return weight
+    check_finite(weight, name)
+    largest = float(weight.abs().max()) if weight.numel() else 0.0
+    if largest > torch.finfo(dtype).max:
+        raise WeightError(
+            f"{name} has a weight of magnitude {largest:g}, more than the {torch.finfo(dtype).max:g} of {NAMES[dtype]}",
+            fix="use a preset or format that keeps bf16",
+        )
+    return weight.to(dtype)
+
+
+def check_decodes(read: QTensor, made: QTensor, module: str) -> None:
+    """What was encoded must decode to the same codes and parameters."""
+    pairs = [(read.codes, made.codes), (read.params.scale, made.params.scale), (read.params.zero, made.params.zero)]
+    pairs.append((read.params.outer, made.params.outer))
+    for one, other in pairs:
+        same = (
+            one is other
+            if one is None or other is None
+            else one.dtype == other.dtype and torch.equal(_raw(one), _raw(other))
+        )
+        if not same:
+            raise OutputError(f"{module} does not decode to what was encoded", fix="report this as a bug of Quantry")
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor

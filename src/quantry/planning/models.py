@@ -1,0 +1,193 @@
+"""From what the user wrote to a model that can be planned for: weights where there are some, or only a shape.
+
+A shape is a config.json, or a row of models.toml found by a loosely written name. Its checkpoint has the tensors of the
+16-bit model that the config describes, and no bytes to read.
+"""
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NoReturn
+
+from quantry.arch.shapes import complete, tensors_of
+from quantry.checkpoint.files import LocalFiles, read_small
+from quantry.checkpoint.hub import HUB_ID
+from quantry.checkpoint.reader import DEMO, PICKLES, open_checkpoint
+from quantry.errors import CheckpointError, ConfigError, HubError, ModelNotFoundError
+from quantry.types import Checkpoint
+
+WEIGHTS = (".safetensors", ".safetensors.index.json", ".gguf", *PICKLES)
+QUANTIZED = ("quantization_config", "compression_config")
+WORDS = frozenset({"instruct", "chat", "it", "base", "pt", "hf", "meta"})  # say nothing of the shape
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """One row of models.toml: a well-known model by its shape."""
+
+    name: str
+    repo: str
+    config: Mapping[str, Any]
+    published: int  # parameters, as the publisher counts them
+    source: str  # of the config and the count, with its date
+    besides: Mapping[str, int] = field(default_factory=dict)  # counted there, but no weight of the 16-bit model
+    stored: str = "bf16"
+    instruct: bool = False
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def vision(self) -> bool:
+        return "vision_config" in self.config
+
+
+def open_model(model: str | Path) -> Checkpoint:
+    """Opens what `open_checkpoint` opens, a config.json (or a folder with no more than that), or a catalogue name.
+
+    What is there in the file system goes before the catalogue; a hub id is asked of the hub first, and found in the
+    catalogue by its last part when the hub does not give it.
+    """
+    name, path = str(model), _local(model)
+    config = _bare_config(path) if path and name != DEMO else None
+    if config:
+        return from_config(_read(config), name)
+    if path or name == DEMO:
+        return open_checkpoint(model)
+    if _is_path(name):
+        return open_checkpoint(model)  # says what is wrong with the path
+    if HUB_ID.fullmatch(name):
+        try:
+            return open_checkpoint(model)
+        except HubError:
+            if find_model(name) is None:
+                raise
+    return _from_catalogue(name)
+
+
+def known_models() -> dict[str, KnownModel]:
+    """The catalogue by name, in the order of models.toml."""
+    return dict(_models())
+
+
+def find_model(name: str) -> KnownModel | None:
+    """The model of the catalogue that a name or the last part of a hub id means."""
+    return _names().get(_key(name))
+
+
+def from_config(config: Mapping[str, Any], source: str, **facts: str) -> Checkpoint:
+    """A checkpoint without weights: the 16-bit model of a config, whatever that says of how weights are stored."""
+
+    def read(file: str, start: int, length: int) -> NoReturn:
+        raise CheckpointError(
+            f"{source} is known by its shape only and has no weights",
+            fix="give the folder or the hub id of the weights",
+        )
+
+    stored = next((settings for key in QUANTIZED if isinstance(settings := config.get(key), Mapping)), {})
+    plain = complete({key: value for key, value in config.items() if key not in QUANTIZED})
+    return Checkpoint(
+        source=source,
+        format="safetensors",
+        files={},
+        tensors=tensors_of(plain),
+        config=plain,
+        tokenizer=None,
+        chat_template=False,
+        read=read,
+        metadata={"shape": "config", "stored": str(stored.get("quant_method", "bf16")), **facts},
+    )
+
+
+def _from_catalogue(name: str) -> Checkpoint:
+    known = find_model(name)
+    if known is None:
+        raise ModelNotFoundError(f"no such model: {name[:100]}", fix=_suggestion(name))
+    return from_config(known.config, name, shape=known.name, repo=known.repo, stored=known.stored)
+
+
+def _local(model: str | Path) -> Path | None:
+    """The file or folder of that name, if there is one."""
+    try:
+        path = Path(model).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError) as error:  # too long a name; ~someone without a home
+        reason = getattr(error, "strerror", None) or error
+        raise ModelNotFoundError(f"cannot look at {str(model)[:100]}: {reason}", fix="check the path") from error
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name that is not there can only have been meant as a path."""
+    return name.startswith((".", "~", "/")) or name.count("/") > 1 or name.endswith((*WEIGHTS, ".json"))
+
+
+def _bare_config(path: Path) -> Path | None:
+    """The config of a model that has nothing else: the file itself, or that of a folder without weights."""
+    if path.is_file():
+        return path if path.suffix == ".json" else None
+    bare = path.is_dir() and not any(name.endswith(WEIGHTS) for name in LocalFiles(path).sizes)
+    return path / "config.json" if bare and (path / "config.json").is_file() else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    fix = "give the config.json of a model"
+    try:
+        value = json.loads(read_small(LocalFiles(path.parent), path.name))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON ({str(error)[:80]})", fix=fix) from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a JSON {type(value).__name__}, not an object", fix=fix)
+    return value
+
+
+def _suggestion(name: str) -> str:
+    close = get_close_matches(_key(name), _names(), n=3, cutoff=0.6)
+    names = dict.fromkeys(_names()[key].name for key in close)
+    if names:
+        return f"did you mean {' or '.join(names)}?"
+    return "give a folder, a config.json, a .gguf file, owner/name, demo or a well-known model such as llama-3.1-8b"
+
+
+def _key(name: str) -> str:
+    """What is left of a name without case, separators and words that say nothing of the shape."""
+    last = re.sub(r"(?<![\d.])(\d)_(\d)(?!\w)", r"\1.\2", name.lower().rpartition("/")[2])  # InternVL2_5
+    parts = [part for part in re.findall(r"[a-z]+|\d+(?:\.\d+)*", last) if part not in WORDS]
+    return re.sub(r" (?=[a-z])|(?<=[a-z]) ", "", " ".join(parts))  # "llama3.1 70b": numbers stay apart
+
+
+@cache
+def _names() -> dict[str, KnownModel]:
+    return {_key(name): model for model in _models().values() for name in (model.name, *model.aliases)}
+
+
+@cache
+def _models() -> dict[str, KnownModel]:
+    table = tomllib.loads(files("quantry.planning").joinpath("models.toml").read_text(encoding="utf-8"))
+    rows, sources = table["models"], table["sources"]
+    return {name: _model(name, rows, sources) for name in rows}
+
+
+def _model(name: str, rows: Mapping[str, Any], sources: Mapping[str, Any]) -> KnownModel:
+    row = {key: value for key, value in rows[name].items() if key not in ("like", "config")}
+    source = sources[row["source"]]
+    facts = {"source": f"{source['about']}; {source['date']}", "aliases": tuple(row.get("aliases", ()))}
+    return KnownModel(name=name, config=_config(name, rows), **{**row, **facts})
+
+
+def _config(name: str, rows: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a row: that of the row it is like, with its own fields put in."""
+    row = rows[name]
+    return _merged(_config(row["like"], rows) if "like" in row else {}, row.get("config", {}))
+
+
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    nested = {
+        key: _merged(base[key], value)
+        for key, value in changes.items()
+        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping)
+    }
+    return {**base, **changes, **nested}

@@ -1,0 +1,702 @@
+"""Devices: the catalogue's figures, names as people write them, and what drivers and kernels really print."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import quantry.devices
+from quantry.devices import Device, amd, apple, host, nvidia
+from quantry.devices.catalogue import catalogue, match, parse, processor_rates
+from quantry.devices.detect import detect, known_board, measure_bandwidth
+from quantry.errors import QuantryError, UnknownNameError
+
+GIB, MIB = 1024**3, 1024**2
+
+
+def device(name: str) -> Device:
+    return next(row for row in catalogue() if row.name == name)
+
+
+# --- the catalogue ---
+
+
+def test_the_catalogue_has_every_device_that_is_promised() -> None:
+    names = " | ".join(row.name for row in catalogue())
+    for name in (
+        "H100 SXM", "H100 PCIe", "H100 NVL", "H200", "B200", "GB200", "A100 40GB SXM", "A100 40GB PCIe", "A100 80GB SXM",
+        "A100 80GB PCIe", "A10G", "L4", "L40S", "RTX A6000", "RTX 6000 Ada", "T4", "V100 16GB SXM", "V100 32GB SXM",
+        "RTX 3060 12GB", "RTX 3080 10GB", "RTX 3090", "RTX 4060 Ti 8GB", "RTX 4060 Ti 16GB", "RTX 4070", "RTX 4080", "RTX 4090",
+        "RTX 5090", "RTX PRO 6000", "MI300X", "Jetson Orin Nano 4GB", "Jetson Orin Nano 8GB", "Jetson Orin NX 8GB",
+        "Jetson Orin NX 16GB", "Jetson AGX Orin 32GB", "Jetson AGX Orin 64GB", "x86 desktop DDR4", "x86 desktop DDR5",
+        "x86 server DDR5", "Raspberry Pi 5 4GB", "Raspberry Pi 5 8GB", "Raspberry Pi 5 16GB",
+        *(f"M{generation}{grade}" for generation in (1, 2, 3) for grade in ("", " Pro", " Max", " Ultra")),
+        "M4 16GB", "M4 Pro", "M4 Max",
+    ):  # fmt: skip
+        assert name in names, name
+
+
+def test_names_are_unique() -> None:
+    names = [row.name for row in catalogue()]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("row", catalogue(), ids=lambda row: row.name)
+def test_every_row_is_sound(row: Device) -> None:
+    assert row.source
+    assert re.fullmatch(r"20\d\d(-\d\d)?", row.date)
+    assert 0.6 * row.memory <= row.usable <= row.memory
+    assert {"gpu": 1e11, "unified": 3e10, "cpu": 1e10}[row.kind] < row.bandwidth < 1e13
+    assert (row.price is None) == (row.price_source is None)
+    assert row.price is None or (0.05 < row.price < 20 and re.search(r", 20\d\d", row.price_source or ""))
+    assert (row.link.kind == "none") == (row.link.bandwidth == 0)
+
+
+@pytest.mark.parametrize("row", catalogue(), ids=lambda row: row.name)
+def test_rates_rise_as_numbers_get_shorter(row: Device) -> None:
+    assert set(row.tflops) <= {"fp32", "fp16", "bf16", "fp8", "int8", "fp4"}
+    order = [row.tflops[dtype] for dtype in ("fp32", "fp16", "fp8", "fp4") if dtype in row.tflops]
+    assert order == sorted(order)
+    assert row.tflops.get("int8", 1e9) >= row.tflops.get("fp16", 0)
+    if "bf16" in row.tflops and "fp16" in row.tflops:
+        assert row.tflops["bf16"] == row.tflops["fp16"]
+
+
+def test_native_dtypes_follow_the_family() -> None:
+    """Which numbers have hardware of their own: bf16 from Ampere on, fp8 from Ada on, fp4 from Blackwell on."""
+    for row in catalogue():
+        if row.vendor != "nvidia":
+            continue
+        assert re.fullmatch(r"\d{1,2}\.\d", row.capability or "")
+        compute = float(row.capability or 0)
+        assert ("bf16" in row.tflops) == (compute >= 8.0), row.name
+        assert ("fp8" in row.tflops) == (compute >= 8.9), row.name
+        assert ("fp4" in row.tflops) == (compute >= 10.0), row.name
+        assert ("int8" in row.tflops) == (compute >= 7.5), row.name
+    assert {row.capability for row in catalogue() if row.vendor == "amd"} == {"gfx942"}
+
+
+def test_known_figures() -> None:
+    """A few that are printed everywhere: dense, not the sparse ones of the boxes (H100: 1,979 for fp16)."""
+    assert device("H100 SXM").tflops["fp16"] == 989.4
+    assert device("RTX 4090").tflops["fp8"] == 330.3  # with 32-bit accumulation; 660.6 without
+    assert device("RTX 3090").bandwidth == 936e9
+    assert device("H200").usable == pytest.approx(139.8 * GIB, rel=1e-9)  # what CUDA gives vLLM there
+    assert device("M2 16GB").memory == 16 * GIB
+    assert device("MI300X").tflops["fp8"] == 2614.9
+    assert device("B200").family != device("RTX 5090").family  # sm_100 is not sm_120
+
+
+# --- names ---
+
+SPELLINGS = {
+    "2x RTX 3090": (2, "RTX 3090"),
+    "2 x rtx3090": (2, "RTX 3090"),
+    "2×RTX-3090": (2, "RTX 3090"),
+    "2 rtx 3090s": (2, "RTX 3090"),
+    "RTX 3090 x2": (2, "RTX 3090"),
+    "rtx_3090*2": (2, "RTX 3090"),
+    "NVIDIA GeForce RTX 3090": (1, "RTX 3090"),
+    "3090": (1, "RTX 3090"),
+    "3090 24gb": (1, "RTX 3090"),
+    "H100": (1, "H100 SXM"),
+    "h100 sxm": (1, "H100 SXM"),
+    "H100-SXM5-80GB": (1, "H100 SXM"),
+    "NVIDIA H100 80GB HBM3": (1, "H100 SXM"),
+    "8xH100": (8, "H100 SXM"),
+    "H100x8": (8, "H100 SXM"),
+    "h100 pcie": (1, "H100 PCIe"),
+    "H100 94GB": (1, "H100 NVL"),
+    "4 x a100-80gb": (4, "A100 80GB SXM"),
+    "A100 40 GB": (1, "A100 40GB SXM"),
+    "NVIDIA A100-PCIE-40GB": (1, "A100 40GB PCIe"),
+    "NVIDIA A100 80GB PCIe": (1, "A100 80GB PCIe"),
+    "a10g": (1, "A10G"),
+    "4x L4": (4, "L4"),
+    "l40s": (1, "L40S"),
+    "A6000": (1, "RTX A6000"),
+    "RTX 6000 Ada Generation": (1, "RTX 6000 Ada"),
+    "Tesla T4": (1, "T4"),
+    "tesla v100 32gb": (1, "V100 32GB SXM"),
+    "V100": (1, "V100 16GB SXM"),
+    "rtx 4060 ti 16gb": (1, "RTX 4060 Ti 16GB"),
+    "RTX4060Ti": (1, "RTX 4060 Ti 8GB"),
+    "GeForce RTX 5090": (1, "RTX 5090"),
+    "rtx pro 6000": (1, "RTX PRO 6000"),
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": (1, "RTX PRO 6000 Server"),
+    "B200 192GB": (1, "B200"),
+    "gb200 nvl72": (1, "GB200"),
+    "AMD Instinct MI300X": (1, "MI300X"),
+    "M2 16GB": (1, "M2 16GB"),
+    "apple m2": (1, "M2 8GB"),
+    "m3 max 128GB": (1, "M3 Max 40-core 128GB"),
+    "M3 Max 36 GiB": (1, "M3 Max 30-core 36GB"),
+    "Jetson Orin 8GB": (1, "Jetson Orin Nano 8GB"),
+    "orin nx 16gb": (1, "Jetson Orin NX 16GB"),
+    "jetson agx orin": (1, "Jetson AGX Orin 64GB"),
+    "cpu": (1, "x86 desktop DDR5"),
+    "raspberry pi 5 4gb": (1, "Raspberry Pi 5 4GB"),
+    "L4 + L4": (2, "L4"),
+    "1024x T4": (1024, "T4"),
+}
+
+
+@pytest.mark.parametrize("text", SPELLINGS)
+def test_names_are_read_loosely(text: str) -> None:
+    machine = parse(text)
+    assert (machine.count, machine.device.name) == SPELLINGS[text]
+
+
+@pytest.mark.parametrize("row", catalogue(), ids=lambda row: row.name)
+def test_every_device_is_found_by_its_own_name_and_no_other(row: Device) -> None:
+    machine = parse(row.name)
+    assert machine.devices == (row,)
+
+
+TYPOS = {
+    "RTX 309": "RTX 3090",
+    "rtx 4900": "RTX 4090",
+    "H1000": "H100 SXM",
+    "A100O": "A100 80GB SXM",
+    "M1300X": "MI300X",
+    "jetson orion 8gb": "Jetson Orin Nano 8GB",
+    "rasberry pi 5": "Raspberry Pi 5 8GB",
+}
+
+
+@pytest.mark.parametrize("text", TYPOS)
+def test_a_typo_is_answered_with_what_is_close(text: str) -> None:
+    with pytest.raises(UnknownNameError, match=f"unknown device .*; did you mean .*{TYPOS[text]}"):
+        parse(text)
+
+
+REFUSED = {
+    "": "names no device; write a name such as",
+    " , ": "names no device",
+    "zzzz": "unknown device 'zzzz'; write a name such as H100",
+    "2x": "unknown device",
+    "0x H100": "0 devices are asked for, and 1 to 1024",
+    "-1x H100": "-1 devices are asked for",
+    "1025x H100": "1025 devices are asked for",
+    f"{10**30}x H100": "devices are asked for, and 1 to 1024",
+    "2xL4, 1xT4": "mixes L4 and T4, and engines split a model into equal parts; plan for one kind",
+    "RTX 3090 48GB": "'rtx 3090 48gb' is not made; that device has 24 GB",
+    "M2 12GB": "that device has 8 GB or 16 GB or 24 GB",
+    "A100 40GB 80GB": "is not made",
+    "2x M2 16GB": "2x M2 16GB are 2 machines; plan for one of them",
+    "cpu 0GB": "is not made",
+    "RTX 3080 Ti": "unknown device",
+    "NVIDIA GeForce RTX 4090 Laptop GPU": "unknown device",
+    "x" * 5000: "unknown device 'x{60}'",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED, ids=lambda text: text[:30])
+def test_bad_descriptions_are_one_clear_line(text: str) -> None:
+    with pytest.raises(QuantryError, match=REFUSED[text]) as caught:
+        parse(text)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+WORDS = (
+    "2",
+    "x",
+    "0",
+    "rtx",
+    "3090",
+    "h100",
+    "80gb",
+    "16 GB",
+    "1tb",
+    "m2",
+    "cpu",
+    ",",
+    "and",
+    "+",
+    "-",
+    " ",
+    "×",
+    "²",
+    "٣",
+    "[/]",
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.one_of(st.text(max_size=40), st.lists(st.sampled_from(WORDS), max_size=8).map("".join)))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    try:
+        machine = parse(text)
+    except QuantryError as error:
+        assert error.fix
+    else:
+        assert 1 <= machine.count <= 1024
+
+
+def test_what_a_short_name_could_also_mean_is_said() -> None:
+    assert parse("A100 40GB").notes == ("'a100 40gb' is read as A100 40GB SXM; it could also be A100 40GB PCIe",)
+    assert parse("RTX 3090").notes == ()
+
+
+def test_the_host_of_a_description() -> None:
+    assert parse("2x RTX 3090").host_memory is None
+    described = parse("RTX 3090", host_memory=64 * GIB)
+    assert (described.host_memory, described.cpu.memory, described.cpu.kind) == (64 * GIB, 64 * GIB, "cpu")
+    assert parse("M2 16GB").host_memory == 16 * GIB  # one memory for all
+    assert parse("cpu 1TB").host_memory == 1024 * GIB
+    assert parse("cpu", host_memory=8 * GIB).device.memory == 8 * GIB
+
+
+def test_totals() -> None:
+    machine = parse("4x A100 80GB SXM")
+    one = device("A100 80GB SXM")
+    assert (machine.memory, machine.usable, machine.bandwidth) == (320 * GIB, 4 * one.usable, 4 * one.bandwidth)
+    assert machine.price == 4 * (one.price or 0)
+    assert parse("RTX 5080").price is None
+    assert machine.groups() == ((one, 4),)
+    mixed = replace(machine, devices=(one, device("T4")))
+    assert (mixed.device.name, mixed.groups()) == ("T4", ((one, 1), (device("T4"), 1)))
+
+
+# --- NVIDIA ---
+
+H200 = nvidia.Gpu(  # as NVML 580 gives it, 2026-11; torch sees 150,109,880,320 bytes there
+    name="NVIDIA H200", uuid="GPU-5b0c2f5e-0000-4000-8000-000000000001", total=150754820096, free=150109880320,
+    reserved=644939776, capability="9.0", bus_width=6016, memory_clock=3201, cores=16896, clock=1980,
+)  # fmt: skip
+SMI = """\
+NVIDIA H200, GPU-5b0c2f5e-0000-4000-8000-000000000001, 143771, 143156, 9.0, 3201, 1980
+Tesla T4, GPU-5fd13bbd-ef2f-5985-98ff-88638f51c2ce, 15360, 14923, 7.5, 5001, 1590
+NVIDIA GeForce GTX 1650, GPU-de035b67-6e28-5ed3-93e9-a13461f2c540, 4096, [N/A], 7.5, [Not Supported], 2100
+
+NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.
+"""
+
+
+def test_a_known_gpu_has_its_row_and_its_own_memory() -> None:
+    found = nvidia.to_device(H200)
+    assert found.usable == 150109880320
+    assert found == replace(device("H200"), usable=150109880320, free=150109880320)
+
+
+def test_an_unknown_gpu_is_described_by_its_driver() -> None:
+    """The same GPU under another name: its driver's numbers come within 6 % of the datasheet's."""
+    found, sheet = nvidia.to_device(replace(H200, name="NVIDIA Z1")), device("H200")
+    assert (found.name, found.source, found.family, found.capability) == ("NVIDIA Z1", "detected", "hopper", "9.0")
+    assert found.bandwidth == pytest.approx(sheet.bandwidth, rel=0.01)
+    assert found.tflops == pytest.approx(sheet.tflops, rel=0.06)
+    assert nvidia.to_device(replace(H200, name="NVIDIA Z1", capability="13.0")).family == "sm_130"
+
+
+def test_nvidia_smi() -> None:
+    first, second, third = nvidia.parse_smi(SMI)
+    assert first == replace(H200, free=143156 * MIB, reserved=0, bus_width=0, cores=0)
+    assert nvidia.to_device(first).usable == device("H200").usable  # the sheet's, as nvidia-smi does not tell
+    assert nvidia.to_device(second).name == "T4"
+    unknown = nvidia.to_device(third)
+    assert (unknown.memory, unknown.free, unknown.bandwidth) == (4096 * MIB, 0, 320e9)
+    assert "slowest" in unknown.source
+
+
+DRIVER_NAMES = {  # name and MiB, as nvidia-smi lists them
+    ("NVIDIA H100 80GB HBM3", 81559): "H100 SXM",
+    ("NVIDIA H100 PCIe", 81559): "H100 PCIe",
+    ("NVIDIA H100 NVL", 95830): "H100 NVL",
+    ("NVIDIA H200", 143771): "H200",
+    ("NVIDIA GH200 480GB", 97871): "GH200",
+    ("NVIDIA B200", 183359): "B200",
+    ("NVIDIA GB200", 189471): "GB200",
+    ("NVIDIA A100-SXM4-80GB", 81920): "A100 80GB SXM",
+    ("NVIDIA A100-SXM4-40GB", 40960): "A100 40GB SXM",
+    ("NVIDIA A100-PCIE-40GB", 40960): "A100 40GB PCIe",
+    ("NVIDIA A100 80GB PCIe", 81920): "A100 80GB PCIe",
+    ("NVIDIA A10G", 23028): "A10G",
+    ("NVIDIA L4", 23034): "L4",
+    ("NVIDIA L40S", 46068): "L40S",
+    ("Tesla T4", 15109): "T4",
+    ("Tesla V100-SXM2-16GB", 16160): "V100 16GB SXM",
+    ("Tesla V100-PCIE-32GB", 32510): "V100 32GB PCIe",
+    ("NVIDIA RTX A6000", 49140): "RTX A6000",
+    ("NVIDIA RTX 6000 Ada Generation", 46068): "RTX 6000 Ada",
+    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 97887): "RTX PRO 6000",
+    ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 97887): "RTX PRO 6000 Max-Q",
+    ("NVIDIA GeForce RTX 3080", 10240): "RTX 3080 10GB",
+    ("NVIDIA GeForce RTX 3080", 12288): "RTX 3080 12GB",
+    ("NVIDIA GeForce RTX 3090", 24268): "RTX 3090",
+    ("NVIDIA GeForce RTX 4060 Ti", 16380): "RTX 4060 Ti 16GB",
+    ("NVIDIA GeForce RTX 4060 Ti", 8188): "RTX 4060 Ti 8GB",
+    ("NVIDIA GeForce RTX 5090", 32607): "RTX 5090",
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", 16376): None,
+    ("NVIDIA GeForce RTX 3090 Ti", 24564): None,
+    ("NVIDIA RTX A6000", 24564): None,  # half of one, by a hypervisor
+}
+
+
+@pytest.mark.parametrize("reported", DRIVER_NAMES, ids=str)
+def test_names_that_drivers_give(reported: tuple[str, int]) -> None:
+    found = match(reported[0], reported[1] * MIB)
+    assert (found.name if found else None) == DRIVER_NAMES[reported]
+
+
+VISIBLE = {
+    None: [0, 1, 2],
+    "0": [0],
+    "2,0": [2, 0],
+    "0,9,1": [0],  # as CUDA: up to the first that is not there
+    "GPU-b": [1],
+    " 1 , GPU-c ": [1, 2],
+    "": [],
+    "-1": [],
+    "NoDevFiles": [],
+}
+
+
+@pytest.mark.parametrize("setting", VISIBLE)
+def test_cuda_visible_devices(setting: str | None) -> None:
+    gpus = [replace(H200, uuid=f"GPU-{letter}") for letter in "abc"]
+    assert [gpus.index(gpu) for gpu in nvidia.visible(gpus, setting)] == VISIBLE[setting]
+
+
+# --- AMD ---
+
+# as the kernel prints them, without the lines that are not read
+MI300X_NODE = """\
+cpu_cores_count 0
+simd_count 1216
+mem_banks_count 1
+simd_per_cu 4
+gfx_target_version 90402
+vendor_id 4098
+device_id 29857
+max_engine_clk_fcompute 2100
+local_mem_size 0
+num_xcc 8
+"""
+RX_7900_NODE = """\
+cpu_cores_count 0
+simd_count 192
+mem_banks_count 1
+simd_per_cu 2
+gfx_target_version 110000
+vendor_id 4098
+device_id 29772
+max_engine_clk_fcompute 2482
+local_mem_size 0
+unique_id 11673270660693242239
+num_xcc 1
+"""
+
+
+def write_nodes(root: Path, *nodes: tuple[str, str]) -> Path:
+    """A topology as the kernel lays it out: node 0 is the processor."""
+    for number, (properties, bank) in enumerate(
+        [("cpu_cores_count 96\nsimd_count 0\ngfx_target_version 0\n", ""), *nodes]
+    ):
+        folder = root / str(number)
+        (folder / "mem_banks/0").mkdir(parents=True)
+        (folder / "properties").write_text(properties)
+        (folder / "mem_banks/0/properties").write_text(bank)
+    return root
+
+
+def test_amd_gpus(tmp_path: Path) -> None:
+    big = "heap_type 1\nsize_in_bytes 206141652992\nflags 0\nwidth 8192\nmem_clk_max 1300\n"
+    small = "heap_type 1\nsize_in_bytes 25753026560\nflags 0\nwidth 384\nmem_clk_max 1249\n"
+    known, unknown = amd.find(write_nodes(tmp_path, (MI300X_NODE, big), (RX_7900_NODE, small)))
+    assert (known.name, known.memory, known.usable) == ("MI300X", 192 * GIB, device("MI300X").usable)
+    assert (unknown.name, unknown.capability, unknown.memory) == ("AMD gfx1100", "gfx1100", 25753026560)
+    assert unknown.bandwidth == pytest.approx(960e9, rel=0.01)  # the RX 7900 XTX's sheet
+    assert unknown.tflops["fp32"] == pytest.approx(61.4 / 2, rel=0.01)  # its sheet counts two of them at once
+
+
+def test_no_amd_gpus(tmp_path: Path) -> None:
+    assert amd.find(tmp_path / "absent") == ()
+    assert amd.find(write_nodes(tmp_path)) == ()
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(90402, "gfx942"), (90010, "gfx90a"), (110000, "gfx1100"), (110501, "gfx1151")]
+)
+def test_gfx_names(number: int, name: str) -> None:
+    assert amd.gfx_name(number) == name
+
+
+# --- Apple ---
+
+M2_PRO = """\
+machdep.cpu.brand_string: Apple M2 Pro
+hw.memsize: 17179869184
+hw.physicalcpu: 12
+hw.logicalcpu: 12
+sysctl: unknown oid 'hw.cpufrequency_max'
+"""
+
+
+def test_a_mac() -> None:
+    machine = apple.parse_sysctl(M2_PRO)
+    assert machine is not None
+    assert (machine.device, machine.cpu) == (device("M2 Pro 16GB"), device("M2 Pro 16GB"))
+    assert (machine.cores, machine.threads, machine.host_memory) == (12, 12, 16 * GIB)
+
+
+def test_a_newer_mac_and_an_older_one() -> None:
+    machine = apple.parse_sysctl("machdep.cpu.brand_string: Apple M9 Max\nhw.memsize: 68719476736\n")
+    assert machine is not None
+    assert (machine.device.name, machine.device.memory, machine.device.usable) == (
+        "Apple M9 Max",
+        64 * GIB,
+        64 * GIB * 2 // 3,
+    )
+    assert apple.parse_sysctl("machdep.cpu.brand_string: Intel(R) Core(TM) i9\nhw.memsize: 68719476736\n") is None
+    assert apple.parse_sysctl("") is None
+
+
+# --- the host ---
+
+EPYC = """\
+processor	: 0
+vendor_id	: AuthenticAMD
+model name	: AMD EPYC 7R13 Processor
+cpu MHz		: 2649.998
+physical id	: 0
+siblings	: 4
+core id		: 0
+cpu cores	: 2
+flags		: fpu vme sse sse2 avx f16c avx2 bmi2 erms
+
+processor	: 1
+vendor_id	: AuthenticAMD
+model name	: AMD EPYC 7R13 Processor
+cpu MHz		: 3599.121
+physical id	: 0
+siblings	: 4
+core id		: 1
+cpu cores	: 2
+flags		: fpu vme sse sse2 avx f16c avx2 bmi2 erms
+
+processor	: 2
+vendor_id	: AuthenticAMD
+model name	: AMD EPYC 7R13 Processor
+cpu MHz		: 2649.998
+physical id	: 0
+siblings	: 4
+core id		: 0
+cpu cores	: 2
+flags		: fpu vme sse sse2 avx f16c avx2 bmi2 erms
+
+processor	: 3
+vendor_id	: AuthenticAMD
+model name	: AMD EPYC 7R13 Processor
+cpu MHz		: 2649.998
+physical id	: 0
+siblings	: 4
+core id		: 1
+cpu cores	: 2
+flags		: fpu vme sse sse2 avx f16c avx2 bmi2 erms
+
+"""
+SAPPHIRE_RAPIDS_FLAGS = "sse2 avx2 avx512f avx512_bf16 avx_vnni avx512_vnni amx_bf16 avx512_fp16 amx_tile amx_int8"
+PI_5 = """\
+processor	: 0
+BogoMIPS	: 108.00
+Features	: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp
+CPU implementer	: 0x41
+CPU architecture: 8
+CPU part	: 0xd0b
+
+processor	: 1
+BogoMIPS	: 108.00
+Features	: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp
+CPU implementer	: 0x41
+CPU architecture: 8
+CPU part	: 0xd0b
+
+Revision	: d04170
+Serial		: 0000000000000000
+Model		: Raspberry Pi 5 Model B Rev 1.0
+"""
+
+
+def test_cpuinfo() -> None:
+    epyc = host.parse_cpuinfo(EPYC)
+    assert (epyc.name, epyc.vendor, epyc.cores, epyc.threads, epyc.mhz) == (
+        "AMD EPYC 7R13 Processor",
+        "amd",
+        2,
+        4,
+        3599.121,
+    )
+    assert processor_rates(epyc.flags) == (("avx2",), {"fp32": 32})
+    pi = host.parse_cpuinfo(PI_5)
+    assert (pi.vendor, pi.cores, pi.threads) == ("arm", 2, 2)
+    assert processor_rates(pi.flags) == (("neon", "fp16", "dotprod"), {"fp32": 16, "fp16": 32, "int8": 64})
+    features, rates = processor_rates(frozenset(SAPPHIRE_RAPIDS_FLAGS.split()))
+    assert features == ("avx2", "avx512", "vnni", "bf16", "amx")
+    assert rates == {"fp32": 32, "int8": 2048, "bf16": 1024}
+    assert host.parse_cpuinfo("").cores == 1
+
+
+def write_host(root: Path, files: dict[str, str]) -> Path:
+    meminfo = "MemTotal:       24684100 kB\nMemFree:        18921572 kB\nMemAvailable:   23855784 kB\n"
+    for name, text in {"proc/meminfo": meminfo, "proc/cpuinfo": PI_5, **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_a_machine_without_a_container(tmp_path: Path) -> None:
+    root = write_host(tmp_path, {"proc/self/cgroup": "0::/user.slice\n", "sys/fs/cgroup/user.slice/memory.max": "max\n",
+                                 "sys/fs/cgroup/user.slice/cpu.max": "max 100000\n"})  # fmt: skip
+    assert host.memory(root) == (24684100 * 1024, 23855784 * 1024)
+    assert host.usable_cores(root, threads=8) == 8
+
+
+def test_a_container_of_the_second_kind(tmp_path: Path) -> None:
+    """Limits stand on any level above the process; what is only cached counts as available."""
+    group = "sys/fs/cgroup/kubepods/pod1"
+    root = write_host(tmp_path, {
+        "proc/self/cgroup": "0::/kubepods/pod1/main\n",
+        f"{group}/memory.max": "8589934592\n",
+        f"{group}/memory.current": "3221225472\n",
+        f"{group}/memory.stat": "anon 1073741824\ninactive_file 1073741824\n",
+        f"{group}/main/memory.max": "max\n",
+        f"{group}/cpu.max": "150000 100000\n",
+    })  # fmt: skip
+    assert host.memory(root) == (8 * GIB, 6 * GIB)
+    assert host.usable_cores(root, threads=8) == 1.5
+
+
+def test_a_container_of_the_first_kind(tmp_path: Path) -> None:
+    """The path in /proc is the host's and is not mounted inside; the limit is at the top of the mount."""
+    root = write_host(tmp_path, {
+        "proc/self/cgroup": "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "4294967296\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": "1073741824\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+    })  # fmt: skip
+    assert host.memory(root) == (4 * GIB, 3 * GIB)
+    assert host.usable_cores(root, threads=8) == 2
+    (root / "sys/fs/cgroup/memory/memory.limit_in_bytes").write_text("9223372036854771712\n")
+    (root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us").write_text("-1\n")
+    assert host.memory(root)[0] == 24684100 * 1024
+    assert host.usable_cores(root, threads=8) == 8
+
+
+def test_a_board_is_known_by_its_device_tree(tmp_path: Path) -> None:
+    root = write_host(tmp_path, {"proc/device-tree/model": "Raspberry Pi 5 Model B Rev 1.0\0",
+                                 "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq": "2400000\n"})  # fmt: skip
+    assert host.read_processor(root).name == "Raspberry Pi 5 Model B Rev 1.0"
+    assert host.read_processor(root).mhz == 2400
+    boards = {
+        ("Raspberry Pi 5 Model B Rev 1.0", 8256528): "Raspberry Pi 5 8GB",
+        ("NVIDIA Jetson Orin Nano Developer Kit", 7801256): "Jetson Orin Nano 8GB",
+        ("NVIDIA Jetson Orin Nano Engineering Reference Developer Kit Super", 7801256): "Jetson Orin Nano Super 8GB",
+        ("NVIDIA Jetson AGX Orin Developer Kit", 64351000): "Jetson AGX Orin 64GB",
+        ("NVIDIA Orin NX Developer Kit", 15900000): "Jetson Orin NX 16GB",
+        ("Raspberry Pi 4 Model B Rev 1.4", 8000000): None,
+        ("", 8000000): None,
+    }
+    for (name, kilobytes), expected in boards.items():
+        board = known_board(name, kilobytes * 1024, 1)
+        assert (board.name if board else None) == expected, name
+
+
+# --- this machine ---
+
+
+def test_this_machine() -> None:
+    machine = detect(seconds=0)
+    assert machine.devices
+    assert machine.device.memory > 0
+    assert 1 <= (machine.cores or 0) <= (machine.threads or 0)
+    assert machine.usable_cores is not None
+    assert 0 < machine.usable_cores <= (os.cpu_count() or 1)
+    assert machine.host_memory is not None
+    assert machine.host_available is not None
+    assert 0 < machine.host_available <= machine.host_memory <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert machine.features
+    assert machine.cpu.tflops.get("fp32", 0) >= 0
+
+
+def test_memory_is_really_copied() -> None:
+    """Between a slow board under load and the fastest server: a sum counted twice or not at all would fall outside."""
+    assert 1e8 < measure_bandwidth(0.05) < 2e12
+
+
+def test_a_measured_machine_says_so() -> None:
+    assert detect(seconds=0.02).cpu.source == "detected; the bandwidth is measured"
+
+
+# --- the command ---
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "quantry", "hardware", *arguments],
+        capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "100"},
+    )  # fmt: skip
+
+
+def test_json_names_are_frozen() -> None:
+    machine = json.loads(run("--json").stdout)
+    assert set(machine) == {
+        "devices", "total", "cpu", "host_memory", "host_available", "cores", "threads", "usable_cores", "features", "notes",
+    }  # fmt: skip
+    names = {
+        "name", "vendor", "kind", "family", "capability", "memory", "usable", "bandwidth", "tflops", "link", "price",
+        "price_source", "source", "date", "aliases", "free",
+    }  # fmt: skip
+    assert set(machine["cpu"]) == names
+    assert set(machine["devices"][0]) == names | {"count"}
+    assert set(machine["total"]) == {"count", "memory", "usable", "bandwidth", "price"}
+    assert set(machine["cpu"]["link"]) == {"kind", "bandwidth"}
+
+
+def test_the_command_is_the_function() -> None:
+    described = json.loads(run("--gpu", "8x H100", "--json").stdout)
+    assert described == json.loads(json.dumps(quantry.devices.hardware("8x H100").to_dict()))
+    (entry,) = described["devices"]
+    assert entry == json.loads(json.dumps({"count": 8, **asdict(device("H100 SXM"))}))
+
+
+def test_picture() -> None:
+    here = run()
+    assert here.returncode == 0
+    for words in ("processor", "usable", "available", "GB/s (the bandwidth is measured)", "dense TFLOP/s"):
+        assert words in here.stdout
+    there = run("--gpu", "4x A100[/]")  # brackets are no markup
+    for words in (
+        "4 x A100 80GB SXM",
+        "79.1 GiB",
+        "2,039 GB/s",
+        "nvlink 300 GB/s",
+        "datasheet, 2021-06",
+        "could also be",
+    ):
+        assert words in there.stdout
+    assert "processor" not in there.stdout
+
+
+@pytest.mark.parametrize("text", ["RTX 309", "0x H100", "2xL4, 1xT4", "", "x" * 5000, "a\nb"])
+def test_bad_input_is_one_line_and_exit_2(text: str) -> None:
+    done = run("--gpu", text)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr
+    assert done.stderr.startswith("error: ")
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys; from quantry.devices.catalogue import parse; from quantry.devices.detect import detect\n"
+        "parse('2x RTX 3090'); detect(0.01)\n"
+        "print(*{name.partition('.')[0] for name in sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not set(done.stdout.split()) & {"torch", "transformers", "numpy", "gguf", "typer", "rich", "safetensors"}
