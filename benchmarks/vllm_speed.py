@@ -2,13 +2,14 @@
 
     PYTHONPATH=src:... python benchmarks/vllm_speed.py WORK_FOLDER [--only NAME,NAME]     # needs a GPU and vLLM
 
-The engines of a wave start side by side and then measure one after the other, so that none disturbs another. Each time is
-the best of several. Prefill is the time to the end of the first token of all prompts; a decode step is the difference
-between answers of 1 and of 1 + STEPS tokens, divided by STEPS. `measurements.toml` holds what was kept of the results.
+The engines of a wave start side by side and then measure one after the other, so that none disturbs another. Each time
+is the best of several. Prefill is the time to the end of the first token of all prompts; a decode step is the
+difference between answers of 1 and of 1 + STEPS tokens, divided by STEPS. measurements.toml holds what was kept.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -27,10 +28,17 @@ from quantry.recipe import CAST, from_options  # noqa: E402
 
 STEPS = 64
 GIB = 1 << 30
-SHAPES: dict[str, dict[str, Any]] = {  # the 8B shape with other fields
-    "8b": {},
-    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64},
-    "70b-8": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 8, "num_attention_heads": 64},
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # a model of the catalogue with other fields
+    "8b": ("llama-3.1-8b", {}),
+    "1b": (
+        "llama-3.1-8b",
+        {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64},
+    ),
+    "70b-8": (
+        "llama-3.1-8b",
+        {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 8, "num_attention_heads": 64},
+    ),
+    "30b-a3b": ("qwen3-30b-a3b", {}),
 }
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 SETUPS: dict[str, dict[str, Any]] = {"graphs": {"compilation_config": GRAPHS}, "compiled": {}}
@@ -51,6 +59,10 @@ WAVES = (  # shape, preset, format, set-up
         ("70b-8", "bf16", None, "graphs"),
         ("70b-8", "w4a16", None, "graphs"),
     ),
+    (
+        ("30b-a3b", "bf16", None, "graphs"),
+        ("30b-a3b", "w4a16", None, "graphs"),
+    ),
 )
 POINTS = (  # batch, prompt
     *((batch, 512) for batch in (1, 2, 4, 8, 16, 32, 64, 128)),
@@ -62,7 +74,8 @@ POINTS = (  # batch, prompt
 
 def folder_of(work: Path, shape: str, preset: str, form: str | None, setup: str) -> Path:
     """A folder with no more than the config.json of a quantized model."""
-    config = {**known_models()["llama-3.1-8b"].config, **SHAPES[shape]}
+    base, changes = SHAPES[shape]
+    config = {**known_models()[base].config, **changes}
     checkpoint = from_config(config, shape)
     recipe = from_options(preset, None, None, form, None)
     module = None if recipe.format == CAST else registry.load("quantry.formats", recipe.format)
@@ -71,7 +84,7 @@ def folder_of(work: Path, shape: str, preset: str, form: str | None, setup: str)
     settings = {"quantization_config": module.config(division.assignment, division.kept)} if module else {}
     folder = work / "-".join(filter(None, (shape, preset, form, setup)))
     folder.mkdir(parents=True, exist_ok=True)
-    whole = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **config, "dtype": dtype, **settings}
+    whole = {**config, "dtype": dtype, **settings}
     (folder / "config.json").write_text(json.dumps(whole))
     return folder
 
@@ -133,7 +146,7 @@ def run_wave(work: Path, cases: list[tuple[str, str, str | None, str]], results:
         log = folder.with_suffix(".log").read_text().splitlines()
         results[folder.name] = {
             "started_s": (folder / "ready").read_text() if (folder / "ready").exists() else None,
-            "said": [line.split("] ")[-1] for line in log if "took" in line and "GiB" in line or "Kernel for" in line],
+            "said": [line.split("] ")[-1] for line in log if re.search("took.*GiB|ernel for|MoE backend", line)],
             "points": json.loads(found.read_text()) if found.exists() else [],
             **({} if found.exists() else {"failed": " | ".join(log[-4:])[-800:]}),
         }

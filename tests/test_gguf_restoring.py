@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma3
 import quantry
 from quantry.checkpoint.files import LocalFiles
 from quantry.checkpoint.gguf import Header, read_header
+from quantry.checkpoint.reader import demo_folder
 from quantry.errors import CheckpointError, ConfigError, QuantryError, UnknownNameError
 from quantry.formats.gguf import restored
 from quantry.llamacpp import pretokenizers, vocabulary
@@ -251,6 +252,22 @@ def test_the_tokenizer_comes_back(kind: str, tmp_path: Path) -> None:
     assert after.get_vocab() == before.get_vocab()
 
 
+@pytest.mark.parametrize("kind", ["bpe-llama-bpe", "bpe-qwen2"])
+def test_words_that_no_merge_makes(kind: str, tmp_path: Path) -> None:
+    """Llama 3 takes a word of the vocabulary whole, Qwen goes by merges alone."""
+    write_tokenizer(tmp_path, kind)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["model"]["merges"] = content["model"]["merges"][:20]
+    path.write_text(json.dumps(content), encoding="utf-8")
+    before = Tokenizer.from_file(str(path))
+    made = tokenizer(described(tmp_path, ARCHITECTURE_OF[kind]))
+    after = Tokenizer.from_str(made["tokenizer.json"].decode())
+    assert [after.encode(text).ids for text in TEXT] == [before.encode(text).ids for text in TEXT]
+    before.model.ignore_merges = not before.model.ignore_merges
+    assert [after.encode(text).ids for text in TEXT] != [before.encode(text).ids for text in TEXT]
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_transformers_reads_the_tokenizer(architecture: str, tmp_path: Path) -> None:
     """With the model's config beside it, by which transformers may choose a class of its own."""
@@ -300,6 +317,18 @@ def test_what_comes_back_gives_the_same_file(architecture: str, tmp_path: Path) 
     silent = ("GGUF.", "general.", "tokenizer.ggml.scores")
     fields = [{n: f.contents() for n, f in r.fields.items() if not n.startswith(silent)} for r in (one, other)]
     assert fields[0] == fields[1]
+
+
+def test_the_demo_model_comes_back(tmp_path: Path) -> None:
+    made = restore(written(demo_folder(), tmp_path / "out", "bf16"), tmp_path / "made")
+    before, after = (load_file(folder / "model.safetensors") for folder in (demo_folder(), made))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert comparable(made) == comparable(demo_folder())
+    text = (demo_folder() / "held-out.txt").read_text(encoding="utf-8")
+    one, other = (AutoTokenizer.from_pretrained(folder) for folder in (demo_folder(), made))
+    assert one(text)["input_ids"] == other(text)["input_ids"]
+    assert one.apply_chat_template(CHAT, tokenize=False) == other.apply_chat_template(CHAT, tokenize=False)
 
 
 def test_every_family_comes_back_as_its_own_or_one_like_it() -> None:
@@ -377,6 +406,27 @@ def test_llama_3_rope_comes_back(theta: float, size: int, factor: float, high: f
         assert made["rope_parameters"] == rope
 
 
+def test_llama_cpp_has_defaults() -> None:
+    """Older files leave out what llama.cpp does not need, and have key-values that say nothing new."""
+    metadata, tensors = made_up(64, 10000.0)
+    metadata |= {"llama.attention.head_count": 4, "llama.expert_count": 0, "llama.rope.scaling.finetuned": True}
+    del metadata["llama.rope.freq_base"]
+    made = config(metadata, tensors, lambda name: ())
+    assert made["num_key_value_heads"] == 4
+    assert made["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
+    assert "num_experts" not in made
+
+
+def test_leading_ones_may_be_missing(headers: Mapping[str, Header]) -> None:
+    """llama-quantize writes the gate of Qwen's shared expert as a vector."""
+    header = headers["Qwen2MoeForCausalLM"]
+    tensors = reshaped("blk.0.ffn_gate_inp_shexp.weight", 64)(header.tensors)
+    assert tensors != list(header.tensors)
+    made = config(header.metadata, tensors, lambda name: ())
+    shapes = {target.name: (tensor.shape, target.shape) for tensor, target in originals(made, tensors)}
+    assert shapes["blk.0.ffn_gate_inp_shexp.weight"] == ((1, 64), (1, 64))
+
+
 def made_up(size: int, theta: float) -> tuple[dict[str, Any], list[TensorInfo]]:
     """Key-values and embedding of a small Llama."""
     llama = {
@@ -392,6 +442,8 @@ def headers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Header]:
     found = {}
     for name in (
         "LlamaForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Gemma2ForCausalLM",
         "MixtralForCausalLM",
         "GraniteForCausalLM",
         "Gemma3ForCausalLM",
@@ -451,6 +503,8 @@ BAD: dict[str, tuple[str, Mapping[str, Any], Callable[[Any], Any], type[QuantryE
     "rows": ("LlamaForCausalLM", {}, reshaped("token_embd.weight", 600, 64), CheckpointError, "672 tokens and an embedding of 600"),
     "unknown tensor": ("LlamaForCausalLM", {}, extra("blk.1.attn_sinks.weight", 4), CheckpointError, "blk.1.attn_sinks.weight, which no"),
     "tensor outside": ("LlamaForCausalLM", {}, extra("v.patch_embd.weight", 4, 4), CheckpointError, "v.patch_embd.weight, which no"),
+    "endless number": ("LlamaForCausalLM", {}, extra(f"blk.{'9' * 5000}.attn_norm.weight", 64), CheckpointError, "which no"),
+    "head of its own": ("Gemma2ForCausalLM", {}, extra("output.weight", 800, 64), CheckpointError, "gemma2 has none"),
     "too deep": ("LlamaForCausalLM", {}, extra("blk.9.attn_norm.weight", 64), CheckpointError, "layer 9"),
     "missing tensor": ("LlamaForCausalLM", {}, without("blk.1.attn_k.weight"), CheckpointError, "nothing for blk.1.attn_k.weight"),
     "other shape": ("LlamaForCausalLM", {}, reshaped("blk.0.attn_k.weight", 64, 64), CheckpointError, "k_proj.weight is 64 x 64"),

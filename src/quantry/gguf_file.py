@@ -5,18 +5,19 @@ All of it is known from headers and small files: the type of each tensor is llam
 """
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from quantry.arch.attention import block_count, text_config
 from quantry.checkpoint.files import SMALL_FILE_LIMIT
 from quantry.checkpoint.gguf import block_sizes
+from quantry.checkpoint.reader import DEMO, demo_folder
 from quantry.checkpoint.writer import Entry, nbytes
-from quantry.errors import ConfigError, RecipeError
+from quantry.errors import RecipeError
 from quantry.llamacpp import metadata, mixture, vocabulary
+from quantry.llamacpp.families import facts
 from quantry.llamacpp.importance import Importance
 from quantry.llamacpp.targets import Target, family, targets
 from quantry.pieces import DTYPE_NAMES, STORED, Assemble, Division, main_dtype
@@ -118,29 +119,21 @@ def _kinds(
             raise RecipeError(
                 f"rule {pattern!r} matches no tensor", fix=f"names are like {max(shapes, key=len)} or {min(shapes)}"
             )
-    config = text_config(checkpoint.config)
-    heads = _count(config, "num_attention_heads")
+    known = facts(checkpoint.config)
     choices = mixture.types(
         recipe.preset.file_type,
         family(checkpoint.config).architecture,
         shapes,
-        heads=heads,
-        kv_heads=_count(config, "num_key_value_heads", default=heads),
-        experts=_count(config, "num_local_experts", default=_count(config, "num_experts", default=0)),
-        layers=block_count(checkpoint.config),
+        heads=known["num_attention_heads"],
+        kv_heads=known["num_key_value_heads"],
+        experts=known.get("num_experts") or 0,
+        layers=known["num_hidden_layers"],
         importance=importance,
         keep={target.name for target in found if target.float32},
         plain=plain,
         overrides=overrides,
     )
     return {name: choice.kind for name, choice in choices.items()}
-
-
-def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key, default)
-    if type(value) is not int or value < 0:
-        raise ConfigError(f"config.json has {key} {str(value)[:40]!r}, not a number", fix="restore config.json")
-    return value
 
 
 def _fate(stored: str, kind: str, target: Target) -> str:
@@ -166,11 +159,15 @@ def _note_importance(writer: Any, importance: Importance) -> None:
 
 @contextmanager
 def _small_files(checkpoint: Checkpoint, name: str) -> Iterator[Path]:
-    """A folder with the model's name and its small files, which may come from a hub."""
+    """The model's folder; of a model on a hub one with its name and its small files."""
+    local = demo_folder() if checkpoint.source == DEMO else Path(checkpoint.source).expanduser()
+    if local.is_dir():
+        yield local
+        return
     with tempfile.TemporaryDirectory() as parent:
-        folder = Path(parent) / name
-        folder.mkdir()
         for file, size in checkpoint.files.items():
             if file.endswith(SMALL) and size <= SMALL_FILE_LIMIT and not file.endswith(".index.json"):
-                (folder / file).write_bytes(checkpoint.read(file, 0, size))
-        yield folder
+                path = Path(parent) / name / file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(checkpoint.read(file, 0, size))
+        yield Path(parent) / name

@@ -123,8 +123,8 @@ class Quantizer:
 class BlockMaker:
     """Makes the tensors of a GGUF file; `importance` has a vector for each matrix that it knows, by GGUF name."""
 
-    def __init__(self, reader: Reader, importance: Mapping[str, Tensor]) -> None:
-        self._reader, self._importance = reader, importance
+    def __init__(self, reader: Reader, importance: Mapping[str, Tensor], notes: tuple[str, ...]) -> None:
+        self._reader, self._importance, self._notes = reader, importance, notes
 
     def make(self, piece: Piece) -> Iterator[tuple[str, Tensor]]:
         """A tensor, or its experts one after the other, in the order in which they are stacked."""
@@ -145,7 +145,7 @@ class BlockMaker:
         self._reader.release({source.name for source in piece.target.sources})
 
     def notes(self) -> tuple[str, ...]:
-        return ()
+        return self._notes
 
 
 def _stored(weight: Tensor, kind: str, importance: Tensor | None, name: str) -> Tensor:

@@ -24,6 +24,7 @@ from quantry.errors import CheckpointError, OutputError, RecipeError
 from quantry.folder import SafetensorsFolder, small_files
 from quantry.formats.gguf import NAME as GGUF
 from quantry.llamacpp import importance
+from quantry.llamacpp.families import notes
 from quantry.makers import BlockMaker, Maker, Quantizer, Reader
 from quantry.pieces import Assemble, Division, Piece, divide, shards
 from quantry.recipe import CAST, Recipe, from_options
@@ -151,12 +152,13 @@ def _gguf(checkpoint: Checkpoint, steps: Recipe, weights: importance.Importance 
     """A GGUF file."""
     division = gguf_file.divide(checkpoint, steps, weights)
     found = {piece.name: piece.target for piece in division.pieces if isinstance(piece, Assemble)}
-    vectors = importance.fitting(weights, found) if weights else {}
+    given = importance.fitting(weights, found) if weights else {}
+    vectors = {name: torch.from_numpy(vector) for name, vector in given.items()}
     file = gguf_file.describe(checkpoint, steps, division, weights)
     return Order(
         division,
         lambda folder: file,
-        lambda reader: BlockMaker(reader, {name: torch.from_numpy(vector) for name, vector in vectors.items()}),
+        lambda reader: BlockMaker(reader, vectors, tuple(notes(checkpoint.config))),
     )
 
 

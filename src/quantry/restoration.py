@@ -97,12 +97,12 @@ class Restorer:
     def _chunks(self, target: Target, index: int) -> Iterator[Tensor]:
         """The decoded rows of one source of a tensor (of one expert of a stack), some at a time."""
         tensor = self._tensors[target.name]
-        shape = tensor.shape[1:] if len(target.sources) > 1 else tensor.shape
+        shape = tensor.shape[1:] if len(tensor.shape) == 3 else tensor.shape
         columns = shape[-1]
         count = prod(shape[:-1])
         width = nbytes(tensor.dtype, (columns,))
         raw = self._weights.get(replace(tensor, dtype="U8", shape=(tensor.nbytes // width, width)))
-        rows = raw[index * count : (index + 1) * count] if len(target.sources) > 1 else raw
+        rows = raw[index * count : (index + 1) * count]
         step = max(1, CHUNK // columns)
         for start in range(0, count, step):
             decoded = gguf.decode(rows[start : start + step], tensor.dtype, columns)
@@ -124,7 +124,7 @@ def _divide(pairs: list[tuple[TensorInfo, Target]], dtype: str) -> Division:
 def _entry(name: str, parts: list[tuple[Target, int]], dtype: str) -> Entry:
     """The shape of a checkpoint's tensor, from what is put into it."""
     target = parts[0][0]
-    shape = target.shape[1:] if len(target.sources) > 1 else target.shape
+    shape = target.shape[1:] if len(target.shape) == 3 else target.shape
     sources = [target.sources[index] for target, index in parts]
     if sources[0].rows:
         shape = (max(source.rows[1] for source in sources if source.rows), *shape[1:])

@@ -27,7 +27,9 @@ OTHER = "use the original checkpoint"
 TOKENS = "tokenizer.ggml.tokens"
 IDS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
 ROPE = ("rope_theta", "partial_rotary_factor")  # fields that belong to rope parameters
+ORIGINAL = "original_max_position_embeddings"
 SILENT = ("file_type", "pooling_type")  # key-values that config.json has no field for
+DIGITS = 9  # of a layer's number: Python reads no more than 4300 as one
 LARGEST = 3.4e38  # of float32, nearly
 WORDS = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
 
@@ -36,23 +38,12 @@ def config(metadata: Metadata, tensors: Sequence[TensorInfo], read: Read) -> dic
     """config.json in the words of transformers 5, but for the dtype; `read` gives the values of rope factors."""
     row = _family(metadata, tensors)
     given = _given(metadata, row)
-    rows = _vocabulary(metadata, tensors)
-    made: dict[str, Any] = {
-        "architectures": [row.name],
-        "model_type": table()[row.name]["model_type"],
-        "vocab_size": rows,
-        **{name: value for name, value in given.items() if not name.startswith("rope_")},
-        **_layers(given, row),
-        **_biases(tensors, row),
-        **{name: special_id(metadata, key, rows) for name, key in IDS.items()},
-        "tie_word_embeddings": all(tensor.name != HEAD for tensor in tensors),
-    }
+    made = _fields(metadata, tensors, given, row)
     fixed = {name: values[0] for name, values in row.fixed.items() if values and name not in ROPE}
     sizes = _facts({**made, **dict.fromkeys(fixed), **_placed(_plain_rope(given), given, row)})
     made |= {name: sizes.get(value, value) if isinstance(value, str) else value for name, value in fixed.items()}
-    if "original_max_position_embeddings" in row.defaults:  # the family keeps it outside the rope parameters
-        longest = sizes["max_position_embeddings"]
-        made["original_max_position_embeddings"] = given.get("rope_scaling_orig_ctx_len", longest)
+    if ORIGINAL in row.defaults:  # the family keeps it outside the rope parameters
+        made[ORIGINAL] = given.get("rope_scaling_orig_ctx_len", sizes["max_position_embeddings"])
     rotated = given.get("rope_dimension_count") or sizes["head_size"]
     factors = {name: tuple(read(f"{name}.weight")) for name in _generated(tensors, rotated)}
     made |= _placed(_rope(made, given, sizes, row, factors), given, row)
@@ -70,21 +61,13 @@ def originals(config: Mapping[str, Any], tensors: Sequence[TensorInfo]) -> list[
     sources = list(_sources(tensors, row))
     try:
         found = {target.name: target for target in targets(config, sources)[0]}
-    except CheckpointError as error:
+    except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"the tensors of the file do not fit together: {error.problem}", fix=AGAIN) from error
-    stored = {tensor.name: tensor for tensor in tensors}
-    for name in found.keys() ^ stored.keys():
-        missing = "has no" if name in found else "has a"
-        raise CheckpointError(f"the file {missing} {name}, unlike {row.name} with its metadata", fix=AGAIN)
-    pairs = []
-    for name, tensor in stored.items():
-        target = found[name]
-        if _whole(tensor.shape, len(target.shape)) != target.shape:
-            raise CheckpointError(
-                f"{name} is {_shown(tensor.shape)}, and by the metadata it would be {_shown(target.shape)}", fix=AGAIN
-            )
-        pairs.append((replace(tensor, shape=target.shape), target))
-    return pairs
+    odd = sorted(found.keys() ^ {tensor.name for tensor in tensors})
+    if odd:
+        which = "no" if odd[0] in found else "a"
+        raise CheckpointError(f"the file has {which} {odd[0]}, unlike {row.name} with its metadata", fix=AGAIN)
+    return [(_fitted(tensor, found[tensor.name]), found[tensor.name]) for tensor in tensors]
 
 
 @cache
@@ -98,6 +81,21 @@ def special_id(metadata: Metadata, key: str, size: int) -> int | None:
     name = f"tokenizer.ggml.{key}"
     value = _typed(metadata.get(name), name, int)
     return value if value is not None and 0 <= value < size else None
+
+
+def _fields(metadata: Metadata, tensors: Sequence[TensorInfo], given: Facts, row: Family) -> Facts:
+    """The fields that key-values, tensor names and shapes tell, but for rope."""
+    rows = _vocabulary(metadata, tensors)
+    return {
+        "architectures": [row.name],
+        "model_type": table()[row.name]["model_type"],
+        "vocab_size": rows,
+        **{name: value for name, value in given.items() if not name.startswith("rope_")},
+        **_layers(given, row),
+        **_biases(tensors, row),
+        **{name: special_id(metadata, key, rows) for name, key in IDS.items()},
+        "tie_word_embeddings": all(tensor.name != HEAD for tensor in tensors),
+    }
 
 
 def _family(metadata: Metadata, tensors: Sequence[TensorInfo]) -> Family:
@@ -249,18 +247,13 @@ def _rope(made: Facts, given: Facts, sizes: Facts, row: Family, factors: Mapping
     if "partial_rotary_factor" in row.defaults:
         rope["partial_rotary_factor"] = given.get("rope_dimension_count", sizes["head_size"]) / sizes["head_size"]
     if "rope_freqs" in factors:
-        guesses = ({**rope, **guess} for guess in _llama3(factors["rope_freqs"], rope["rope_theta"]))
-        found = (guess for guess in guesses if _gives(factors["rope_freqs"], {**made, **_placed(guess, given, row)}))
-        if (first := next(found, None)) is None:
-            raise ConfigError("the file has rope factors that no rope of Llama 3 gives", fix=OTHER)
-        return first
+        for guess in _llama3(factors["rope_freqs"], rope["rope_theta"]):
+            if _gives(factors["rope_freqs"], {**made, **_placed({**rope, **guess}, given, row)}):
+                return {**rope, **guess}
+        raise ConfigError("the file has rope factors that no rope of Llama 3 gives", fix=OTHER)
     if factors:
         lists = {f"{name}_factor": factors.get(f"rope_factors_{name}", ()) for name in ("short", "long")}
-        return {
-            **rope,
-            "rope_type": "longrope",
-            **{name: list(map(shortest, values)) for name, values in lists.items()},
-        }
+        return {**rope, "rope_type": "longrope"} | {name: [*map(shortest, values)] for name, values in lists.items()}
     return {**rope, **_scaled(given)} if given.get("rope_scaling_type", "none") != "none" else rope
 
 
@@ -269,7 +262,7 @@ def _scaled(given: Facts) -> Facts:
     factor = given.get("rope_scaling_factor")
     made = {"rope_type": given["rope_scaling_type"], "factor": factor}
     if "rope_scaling_orig_ctx_len" in given:
-        made["original_max_position_embeddings"] = given["rope_scaling_orig_ctx_len"]
+        made[ORIGINAL] = given["rope_scaling_orig_ctx_len"]
     for key, names in YARN_KEYS.items():
         if key in given:  # the second name is one that transformers does not heed, as llama.cpp does not heed the value
             heeded = len(names) == 1 or (factor and _same(given[key], 0.1 * math.log(factor) + 1, 1e-3))
@@ -291,7 +284,7 @@ def _llama3(factors: Sequence[float], theta: float) -> Iterator[Facts]:
                 "factor": shortest(max(factors)),
                 "low_freq_factor": 1.0,
                 "high_freq_factor": high,
-                "original_max_position_embeddings": length,
+                ORIGINAL: length,
             }
 
 
@@ -367,7 +360,7 @@ def _source(name: str, row: Family) -> tuple[str, int]:
     block = BLOCK.fullmatch(name)
     leaf = block[2] if block else name
     base = SUFFIX.sub("", leaf)
-    if base == leaf or base not in (row.layer if block else OUTSIDE):
+    if base == leaf or base not in (row.layer if block else OUTSIDE) or (block and len(block[1]) > DIGITS):
         raise CheckpointError(f"the file has a tensor {name[:80]}, which no {row.name} has", fix=OTHER)
     prefix = f"model.layers.{int(block[1])}." if block else ""
     known = {**table()["names"], **table()[row.name].get("names", {})}
@@ -378,6 +371,15 @@ def _stacked(upper: tuple[int, ...], lower: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of two matrices, or stacks of them, that lie one above the other."""
     rows = max(len(upper) - 2, 0)
     return (*upper[:rows], upper[rows] + lower[rows] if rows < len(lower) else 0, *upper[rows + 1 :])
+
+
+def _fitted(tensor: TensorInfo, target: Target) -> TensorInfo:
+    if _whole(tensor.shape, len(target.shape)) != target.shape:
+        raise CheckpointError(
+            f"{tensor.name} is {_shown(tensor.shape)}, and by the metadata it would be {_shown(target.shape)}",
+            fix=AGAIN,
+        )
+    return replace(tensor, shape=target.shape)
 
 
 def _whole(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:

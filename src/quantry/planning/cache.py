@@ -82,7 +82,9 @@ def layers_of(config: Mapping[str, Any], sliding: bool = True) -> tuple[Layer | 
     text = text_config(config)
     kinds = layer_kinds(text)
     states = {group.kind: (group.state_bytes or 0) // group.layers for group in kv_layers(config)}
-    return tuple(None if kind is None else _layer(text, kind, index, states, sliding) for index, kind in enumerate(kinds))
+    return tuple(
+        None if kind is None else _layer(text, kind, index, states, sliding) for index, kind in enumerate(kinds)
+    )
 
 
 def _layer(

@@ -222,7 +222,9 @@ def _feed_forward(batch: Batch, at: str, attended: str, residual: str, tokens: i
         Node(at + "r", size * batch.hidden, (attended, residual), in_place=True),
         Node(at + "n2", size * batch.hidden, (at + "r",), in_place=True),
     ]
-    inside = _experts(batch, at, size) if batch.used else _gated(at, "", size, batch.inner, batch.hidden, batch.fused_mlp)
+    inside = (
+        _experts(batch, at, size) if batch.used else _gated(at, "", size, batch.inner, batch.hidden, batch.fused_mlp)
+    )
     return [*before, *inside, Node(at + "out", size * batch.hidden, (at + "down", at + "r"), in_place=True)]
 
 

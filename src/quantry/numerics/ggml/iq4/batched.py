@@ -76,11 +76,12 @@ def _scales(x: Tensor, errors: Tensor) -> Tensor:
     top.masked_fill_(empty, 1.0)
     best = torch.zeros(2, x.shape[1], device=x.device)  # what a scale gains, and the scale
     trial, qq, qx = torch.empty_like(best), torch.empty_like(top), torch.empty_like(top)
-    for inverse in [reciprocal(top / FIRST)] + [over(tried, top) for tried in TRIED]:
+    for number, inverse in enumerate([reciprocal(top / FIRST)] + [over(tried, top) for tried in TRIED]):
         _sums(x, errors, inverse, qx, qq)
         torch.div(qx, qq, out=trial[1])
         torch.mul(trial[1], qx, out=trial[0])
-        torch.where((qq > 0) & (qx * qx > best[0] * qq), trial, best, out=best)
+        better = (qq > 0) & (qx * qx > best[0] * qq) if number else qq > 0
+        torch.where(better, trial, best, out=best)
     return best[1].masked_fill_(empty, 0.0)
 
 

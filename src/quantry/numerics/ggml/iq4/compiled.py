@@ -82,20 +82,24 @@ def _search(k: Kernel, x: Array, w: Array, tried: Any) -> Vector:
         more = abs(x[i]) > most
         return [k.where(more, abs(x[i]), most), k.where(more, x[i], value)]
 
-    def better(inverse: Vector, gain: Vector, scale: Vector) -> list[Vector]:
+    def sums(inverse: Vector) -> list[Vector]:
         def add(i: Any, qx: Vector, qq: Vector) -> list[Vector]:
             level = _level(k, inverse * x[i])
             weighted = w[i] * level
             return [qx + weighted * x[i], qq + weighted * level]
 
-        qx, qq = k.repeat(SUB, [0.0, 0.0], add)
+        return k.repeat(SUB, [0.0, 0.0], add)
+
+    def better(index: Any, gain: Vector, scale: Vector) -> list[Vector]:
+        qx, qq = sums(k.pick(tried, index) / top)
         new, wins = qx / qq, (qq > 0.0) & (qx * qx > gain * qq)
         return [k.where(wins, new * qx, gain), k.where(wins, new, scale)]
 
     most, value = k.repeat(SUB, [0.0, 0.0], larger)
     top = k.where(most < TINY, 1.0, value)
-    best = better(1.0 / (top / FIRST), k.constant(0.0), k.constant(0.0))
-    _, scale = k.repeat(len(TRIED), best, lambda index, *best: better(k.pick(tried, index) / top, *best))
+    qx, qq = sums(1.0 / (top / FIRST))
+    scale = k.where(qq > 0.0, qx / qq, 0.0)
+    _, scale = k.repeat(len(TRIED), [scale * qx, scale], better)
     return k.where(most < TINY, 0.0, scale)
 
 
