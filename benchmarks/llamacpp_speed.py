@@ -4,7 +4,7 @@
 
 Every llama_decode is timed alone and the fastest counts: on a machine that is shared a mean says more of its other
 users. One thread is timed by its own clock, which stands still while others have the core. Memory bandwidth is measured
-beside, with the same cores. Models are quantized here first if need be; a name such as 1b is a shape of shapes.py.
+beside, with the same cores and clock. Models are quantized first if need be; a name such as 1b is one of shapes.py.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from ctypes import POINTER, c_int8, c_int32, c_void_p
 from importlib.metadata import version
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,18 @@ class Engine:
     def close(self) -> None:
         self.api.llama_free(self.context)
         self.api.llama_model_free(self.model)
+
+
+def copy_rate(size: int = 64 << 20) -> float:
+    """Bytes a second that one thread copies, read and written both counted, by its own clock."""
+    source, target = ((ctypes.c_char * size).from_buffer(mmap(-1, size)) for _ in range(2))
+    times = []
+    for value in range(30):
+        ctypes.memset(source, value, size)
+        start = time.thread_time()
+        ctypes.memmove(target, source, size)
+        times.append(time.thread_time() - start)
+    return 2 * size / min(times)
 
 
 def steps(path: Path, sequences: int, before: int, threads: int, seconds: float) -> list[float]:
@@ -140,7 +153,7 @@ def main() -> None:
     for threads in map(int, options.threads.split(",")):
         os.sched_setaffinity(0, everywhere[:threads])
         device = detect(0).cpu
-        rate = max(measure_bandwidth(0.5) for _ in range(4))
+        rate = copy_rate() if threads == 1 else max(measure_bandwidth(0.5) for _ in range(4))
         devices[threads] = {"bandwidth": rate, "tflops": dict(device.tflops)}
         print(f"{threads} threads: {rate / 1e9:.1f} GB/s, {dict(device.tflops)}", flush=True)
         for model in options.models:

@@ -162,6 +162,14 @@ def test_any_number_of_blocks(engine: Engine, blocks: int) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_no_blocks_at_all(engine: Engine) -> None:
+    for kind in KINDS:
+        fields = search(kind, torch.empty(0, 256), None, engine)
+        assert fields.codes.shape == (0, 256)
+        assert fields.d.shape == (0,)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_threads_do_not_disturb_each_other(engine: Engine) -> None:
     work = [(kind, case) for kind in KINDS for case in ("normal", "real", "sparse", "heavy tails")]
     with ThreadPoolExecutor(4) as pool:

@@ -143,7 +143,7 @@ def test_a_killed_job_goes_on_inside_its_file(tmp_path: Path) -> None:
         quantry.quantize("demo", tmp_path / "out", preset="gguf-q6_k", progress=stop)
     size = (tmp_path / "out.partial" / "demo-Q6_K.gguf.partial").stat().st_size
     assert size > 2_000_000
-    made = quantry.makers.BlockMaker.make  # type: ignore[attr-defined]
+    made = quantry.makers.BlockMaker.make
 
     def count(self: Any, piece: Any) -> Any:
         seen.append(piece.name)
@@ -324,7 +324,7 @@ def test_other_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         quantry.quantize(file, tmp_path / "out", preset="gguf-q4_k_m")
     with pytest.raises(OutputError, match="ends in .gguf"):
         quantry.quantize("demo", tmp_path / "out.gguf", preset="gguf-q4_k_m")
-    monkeypatch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 1_000_000))  # type: ignore[attr-defined]
+    monkeypatch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 1_000_000))
     with pytest.raises(OutputError, match="are free"):
         quantry.quantize("demo", tmp_path / "out", preset="gguf-q4_k_m")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["g"]

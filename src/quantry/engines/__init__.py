@@ -62,6 +62,7 @@ class Flag:
     until: str | None = None
     replacement: str | None = None
     value: str | None = None
+    default: str | None = None
     about: str = ""
 
     def holds_in(self, version: str) -> bool:

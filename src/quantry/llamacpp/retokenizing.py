@@ -70,20 +70,25 @@ def tokenizer(metadata: Metadata) -> dict[str, bytes]:
         )
     words = _vocabulary(metadata, pieces=kind == "llama")
     try:
-        made, bos = _byte_level(words) if kind == "gpt2" else _pieces(words)
-        ends = {"bos": bos, "eos": words.flag(Key.ADD_EOS, False)}
-        ends = {name: on and words.special(f"{name}_token_id") is not None for name, on in ends.items()}
-        _add_tokens(made, words)
-        made.post_processor = _post_processor(words, ends, byte_level=kind == "gpt2")
-        text = made.to_str()
+        made, ends = _made(words, byte_level=kind == "gpt2")
+        text = made.to_str(pretty=True)
     except CheckpointError:
         raise
     except Exception as error:  # the library has no class of its own for it
         raise CheckpointError(f"the tokenizer of the file does not hold: {str(error)[:120]}", fix=AGAIN) from error
-    files = {"tokenizer.json": json.loads(text), "tokenizer_config.json": _settings(words, ends)}
-    if generation := _generation(words):
-        files["generation_config.json"] = generation
-    return {name: json.dumps(content, ensure_ascii=False, indent=2).encode() for name, content in files.items()}
+    others = {"tokenizer_config.json": _settings(words, ends), "generation_config.json": _generation(words)}
+    written = {name: json.dumps(content, ensure_ascii=False, indent=2) for name, content in others.items() if content}
+    return {name: content.encode() for name, content in {"tokenizer.json": text, **written}.items()}
+
+
+def _made(words: Vocabulary, byte_level: bool) -> tuple[Tokenizer, dict[str, bool]]:
+    """The tokenizer, and whether texts begin and end with tokens of their own."""
+    made, bos = _byte_level(words) if byte_level else _pieces(words)
+    wanted = {"bos": bos, "eos": words.flag(Key.ADD_EOS, False)}
+    ends = {name: on and words.special(f"{name}_token_id") is not None for name, on in wanted.items()}
+    _add_tokens(made, words)
+    made.post_processor = _post_processor(words, ends, byte_level)
+    return made, ends
 
 
 def _vocabulary(metadata: Metadata, pieces: bool) -> Vocabulary:

@@ -4,8 +4,8 @@ Three formulas, by the way engines work; bytes of one device:
 
 - *step* (vLLM and its like): a step of T tokens in 16 bit. While an MLP runs, the input of the layer, the residual and
   the output of attention are alive (3 hidden sizes), and gate, up and their product (3 inner sizes); in a mixture the
-  tokens are spread over their experts first. After the last layer there are logits of every sequence. The larger of both,
-  and the workspace of cuBLAS.
+  tokens are spread over their experts first. After the last layer there are logits of every sequence. The larger of
+  both, and the workspace of cuBLAS.
 - *graph* (llama.cpp): the buffer that ggml lays out for a batch (graph.py), logits, and on a CPU the inputs of a matrix
   product in the type that its weights are multiplied with.
 - *prompt* (transformers, onnxruntime): as *step*, for the whole prompt of every sequence at once.
@@ -25,7 +25,6 @@ from quantry.types import Checkpoint
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 SHARED = ("shared_expert_intermediate_size",)
 HALF, FLOAT = 2, 4
-LOGIT_BYTES = {"first": 14, "second": 2}  # 16 bit, then 32 bit, its softmax and a random number for each; 16 bit alone
 LARGEST_GRAPH = 512
 MERGE = 4  # patches of an image that become one token
 
@@ -122,12 +121,14 @@ def buffers(
     load: Sequences,
     settings: Settings,
     place: Place,
-    cells: Sequence[Layer],
+    layers: Sequence[Layer],
+    rotated: int,
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Activations and overhead of one device, each by name."""
     sizes = widths(checkpoint.config)
     if terms.activations == "graph":
-        return _ggml(checkpoint, terms, load, settings, place, sizes, cells)
+        batch = ggml_batch(checkpoint, load, settings, sizes, layers, place.alone, rotated)
+        return _ggml(batch, terms, load, place, sizes)
     return _activations(terms, load, place, sizes), _overhead(terms, load, settings, place, sizes)
 
 
@@ -139,10 +140,13 @@ def runner(terms: EngineTerms, sizes: Widths) -> str:
 
 def _activations(terms: EngineTerms, load: Sequences, place: Place, sizes: Widths) -> dict[str, int]:
     block = load.step * HALF * block_width(sizes, place.tensor)
-    logits = load.count * sizes.vocabulary * LOGIT_BYTES[runner(terms, sizes)] + load.step * sizes.hidden * HALF
+    logits = (
+        load.slots * sizes.vocabulary * terms.logit_bytes[runner(terms, sizes) == "second"]
+        + load.step * sizes.hidden * HALF
+    )
     found: dict[str, int] = {}
     if place.last and logits > block:
-        found[f"activations: logits of {load.count} sequences"] = logits
+        found[f"activations: logits of {load.slots} sequences"] = logits
     else:
         found[f"activations: a step of {load.step} tokens"] = block
     if workspace_bytes(place.device):
@@ -168,7 +172,7 @@ def _overhead(terms: EngineTerms, load: Sequences, settings: Settings, place: Pl
         found["overhead: links between devices"] = link_bytes(place.device)
     counted = terms.graphs_counted == "both" or terms.graphs_counted == runner(terms, sizes)
     if settings.graphs and place.device.kind != "cpu" and terms.graph_layer_mib and (counted or terms.name != "vllm"):
-        found["overhead: CUDA graphs"] = graph_bytes(terms, load.count, place.layers)
+        found["overhead: CUDA graphs"] = graph_bytes(terms, load.slots, place.layers)
     return found
 
 
@@ -184,28 +188,21 @@ def graph_bytes(terms: EngineTerms, sequences: int, layers: int) -> int:
 
 
 def _ggml(
-    checkpoint: Checkpoint,
-    terms: EngineTerms,
-    load: Sequences,
-    settings: Settings,
-    place: Place,
-    sizes: Widths,
-    layers: Sequence[Layer],
+    batch: graph.Batch, terms: EngineTerms, load: Sequences, place: Place, sizes: Widths
 ) -> tuple[dict[str, int], dict[str, int]]:
-    batch = ggml_batch(checkpoint, load, settings, sizes, layers, embeds=place.alone and place.device.kind == "cpu")
-    cpu = place.device.kind == "cpu"
+    computes = place.host or place.device.kind == "cpu"
     if place.host and not place.layers:  # only tokens become vectors here
         return {"activations: inputs": graph.host_bytes(batch)}, _ggml_host(terms, load, sizes)
     found = {f"activations: a batch of {batch.tokens} tokens": graph.buffer_bytes(batch)}
-    if cpu:
+    if computes:
         widest = max(sizes.dense, sizes.expert * sizes.used, sizes.queries, sizes.hidden)
         found["activations: inputs of matrix products"] = batch.tokens * widest * 9 // 8
-    return found, _ggml_host(terms, load, sizes) if cpu or place.host else {}
+    return found, _ggml_host(terms, load, sizes) if place.alone else {}
 
 
 def _ggml_host(terms: EngineTerms, load: Sequences, sizes: Widths) -> dict[str, int]:
     return {
-        "overhead: logits": load.count * sizes.vocabulary * FLOAT,
+        "overhead: logits": load.slots * sizes.vocabulary * FLOAT,
         "overhead: program and vocabulary": int(terms.host_mib * MIB),
     }
 
@@ -234,7 +231,7 @@ def ggml_batch(
         vocabulary=sizes.vocabulary,
         layers=len(layers),
         tokens=tokens,
-        outputs=min(tokens, settings.outputs or load.count),
+        outputs=min(tokens, settings.outputs or load.slots),
         cells=_masks(attention, load),
         experts=sizes.experts,
         used=sizes.used,

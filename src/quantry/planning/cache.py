@@ -16,12 +16,9 @@ from math import ceil
 from typing import Any
 
 from quantry.arch.attention import kv_layers, layer_kinds, text_config
-from quantry.errors import ConfigError, QuantryError, UnknownNameError
-from quantry.planning.terms import CacheType, EngineTerms, cache_type
-from quantry.registry import suggest
+from quantry.errors import ConfigError
+from quantry.planning.terms import CacheType, EngineTerms
 from quantry.types import LayerKind
-
-__all__ = ["CacheType", "Layer", "Pool", "Sequences", "cache_type", "layers_of", "pool"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +46,14 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """What the cache must hold: `count` sequences of `context` tokens, and how many tokens one step adds at most."""
+    """What is served: `count` sequences of `context` tokens, `step` tokens at once, of at most `slots` sequences."""
 
     context: int
     count: int
     step: int
+    slots: int = 1
     in_flight: int = 1  # steps that are under way at once
     unified: bool = False  # whether sequences share one pool of cells
-
-    def __post_init__(self) -> None:
-        for name in ("context", "count"):
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= 1 << 31:
-                word = {"context": "context", "count": "concurrency"}[name]
-                raise QuantryError(f"a {word} of {value} is not 1 or more", fix=f"give --{word} a positive number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +69,7 @@ class Pool:
 
 
 def layers_of(config: Mapping[str, Any], sliding: bool = True) -> tuple[Layer | None, ...]:
-    """The cache of every layer, first to last; None for those that keep nothing. `sliding` false: windows are ignored."""
+    """The cache of every layer, first to last; None where there is none. Without `sliding` windows are ignored."""
     text = text_config(config)
     kinds = layer_kinds(text)
     states = {group.kind: (group.state_bytes or 0) // group.layers for group in kv_layers(config)}
@@ -232,7 +223,3 @@ def check_states(config: Mapping[str, Any]) -> None:
             f"the size of the recurrent state of {text_config(config).get('model_type')} is not known",
             fix="plan a model with attention layers, or measure this one in its engine",
         )
-
-
-def unknown_type(name: str, engine: str, known: Sequence[str]) -> UnknownNameError:
-    return UnknownNameError(f"{engine} has no KV cache type {name!r}", fix=suggest(name, tuple(known)))

@@ -32,14 +32,15 @@ from quantry.arch.attention import block_count, text_config
 from quantry.arch.linears import EXPERT, Linear, linears
 from quantry.arch.parts import block_of
 from quantry.devices import Device
-from quantry.engines import Conditions, Engine, Row, engine, engines, flags, known_version, latest, removed
-from quantry.errors import QuantryError, RecipeError
+from quantry.engines import Conditions, Engine, Row, engines, flags, known_version, latest, removed
+from quantry.engines import engine as engine_of
+from quantry.errors import QuantryError
 from quantry.formats import spell
 from quantry.llamacpp import families
 from quantry.llamacpp.mixture import BLOCKS, FALLBACKS
 from quantry.pieces import DTYPE_NAMES, GROUPS, main_dtype
 from quantry.recipe import CAST, Preset, Recipe
-from quantry.types import Checkpoint, Grid, Scheme, Verdict
+from quantry.types import Checkpoint, Grid, Scheme, TensorInfo, Verdict
 
 __all__ = ["engines", "feasible", "flags", "latest", "removed"]
 
@@ -133,7 +134,7 @@ SHOWN = 3  # kernels named when none fits
 def feasible(
     checkpoint: Checkpoint,
     recipe: Recipe | tuple[Scheme, str],
-    engine_name: str,
+    engine: str,
     version: str | None,
     device: Device,
     tensor_parallel: int = 1,
@@ -146,7 +147,7 @@ def feasible(
     `recipe` may be a scheme and a format. `packages` are installed besides those that the engine's data take for
     granted; `features` are the processor's (amx, ...).
     """
-    found, version = engine(engine_name), known_version(engine_name, version)
+    found, version = engine_of(engine), known_version(engine, version)
     if type(tensor_parallel) is not int or not 1 <= tensor_parallel <= 1024:
         raise QuantryError(f"tensor parallel size {tensor_parallel} is not 1 to 1024", fix="use 1, 2, 4 or 8")
     recipe = recipe if isinstance(recipe, Recipe) else _recipe(*recipe)
@@ -341,7 +342,7 @@ def _deployment(device: Device, tensor_parallel: int, packages: Collection[str],
     }
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=1024)
 def _layers(same: "_Same", recipe: Recipe, tensor_parallel: int) -> list[Facts]:
     """The facts of every distinct layer; of the model alone where a format asks for no more."""
     model = _model(same.checkpoint, recipe)
@@ -386,6 +387,11 @@ def _dtype(checkpoint: Checkpoint, recipe: Recipe) -> str:
     )
 
 
+@lru_cache(maxsize=8)
+def _main_dtype(same: "_Same") -> str:
+    return main_dtype(same.checkpoint)
+
+
 def _act_order(config: Mapping[str, Any]) -> bool:
     """Whether a checkpoint that is quantized already has its columns in groups out of order."""
     stored = config.get("quantization_config")
@@ -418,8 +424,6 @@ def _stacks(same: "_Same", recipe: Recipe) -> tuple[Stack, ...]:
     """One stack of each kind; none for formats that take a model as a whole and cannot be asked for layers."""
     try:
         return _distinct(same, recipe)
-    except RecipeError:
-        raise
     except QuantryError:
         if recipe.format in (CAST, "gguf"):
             return ()
@@ -440,10 +444,10 @@ class _Same:
 
 
 @lru_cache(maxsize=8)
-def _linears(same: _Same) -> tuple[Linear, ...]:
-    """The linears of the blocks that differ from all before them: names aside, most blocks are alike."""
+def _groups(same: _Same) -> tuple[tuple[Linear, ...], ...]:
+    """What an engine fuses, one group of each kind: names aside most blocks are alike, and only one of these counts."""
     checkpoint = same.checkpoint
-    blocks: dict[int | None, list[Any]] = {}
+    blocks: dict[int | None, list[TensorInfo]] = {}
     for tensor in checkpoint.tensors:
         blocks.setdefault(block_of(tensor.name), []).append(tensor)
     kept = blocks.pop(None, [])
@@ -453,30 +457,39 @@ def _linears(same: _Same) -> tuple[Linear, ...]:
         if look not in seen:
             seen.add(look)
             kept += tensors
-    return linears(replace(checkpoint, tensors=tuple(kept)), block_count(checkpoint.config))
+    found = linears(replace(checkpoint, tensors=tuple(kept)), block_count(checkpoint.config))
+    return tuple({_look(group): group for group in reversed(_fused(found))}.values())[::-1]
+
+
+def _fused(found: Iterable[Linear]) -> list[tuple[Linear, ...]]:
+    groups: dict[str, list[Linear]] = {}
+    for linear in found:
+        groups.setdefault(linear.fused, []).append(linear)
+    return [tuple(group) for group in groups.values()]
+
+
+def _look(group: Sequence[Linear]) -> object:
+    """What makes two groups the same kind: names of layers aside, all that facts are made of."""
+    return tuple((_leaf(linear), linear.shape) for linear in group), bool(EXPERT.search(group[0].module))
+
+
+def _leaf(linear: Linear) -> str:
+    return linear.module.rpartition(".")[2]
 
 
 def _distinct(same: _Same, recipe: Recipe) -> tuple[Stack, ...]:
     if not recipe.rules or recipe.format == "gguf":
-        return _distinct_of(_linears(same), lambda module: recipe.preset)
+        return tuple(Stack(group, (recipe.preset,) * len(group), False) for group in _groups(same))
     checkpoint = same.checkpoint  # with rules blocks may differ by their names
-    return _distinct_of(linears(checkpoint, block_count(checkpoint.config)), recipe.preset_for)
-
-
-def _distinct_of(found: Sequence[Linear], preset_for: Callable[[str], Preset | None]) -> tuple[Stack, ...]:
-    fused: dict[str, list[Linear]] = {}
+    groups = _fused(linears(checkpoint, block_count(checkpoint.config)))
     schemes: dict[str, set[Scheme | None]] = {}
-    for linear in found:
-        fused.setdefault(linear.fused, []).append(linear)
-        if EXPERT.search(linear.module):
-            schemes.setdefault(_experts_of(linear), set()).add(_scheme_of(preset_for(linear.module)))
+    for linear in (linear for group in groups for linear in group if EXPERT.search(linear.module)):
+        schemes.setdefault(_experts_of(linear), set()).add(_scheme_of(recipe.preset_for(linear.module)))
     distinct: dict[object, Stack] = {}
-    for group in fused.values():
-        presets = tuple(preset_for(linear.module) for linear in group)
+    for group in groups:
+        presets = tuple(recipe.preset_for(linear.module) for linear in group)
         mixed = len(schemes.get(_experts_of(group[0]), ())) > 1
-        kinds = tuple((linear.module.rpartition(".")[2], linear.shape) for linear in group)
-        key = (kinds, bool(EXPERT.search(group[0].module)), tuple(map(_scheme_of, presets)), mixed)
-        distinct.setdefault(key, Stack(tuple(group), presets, mixed))
+        distinct.setdefault((_look(group), tuple(map(_scheme_of, presets)), mixed), Stack(group, presets, mixed))
     return tuple(distinct.values())
 
 
@@ -490,7 +503,7 @@ def _scheme_of(preset: Preset | None) -> Scheme | None:
 
 def _layer(stack: Stack, model: Facts, recipe: Recipe, tensor_parallel: int) -> Facts:
     first = stack.linears[0]
-    leaf = first.module.rpartition(".")[2]
+    leaf = _leaf(first)
     parts = [(leaf, rows) for linear in stack.linears for leaf, rows in _parts(linear)]
     rows, columns = sum(rows for _, rows in parts), first.shape[1]
     split = "none" if leaf in UNCUT else "inputs" if leaf in INPUTS_CUT else "outputs"
@@ -510,7 +523,7 @@ def _layer(stack: Stack, model: Facts, recipe: Recipe, tensor_parallel: int) -> 
         "device_rows": int(sum(shares)),
         "device_columns": int(inputs),
         "merged_rows": tuple(map(int, _ends(shares, split, tensor_parallel))),
-        "mixed": len(set(map(_scheme_of, stack.presets))) > 1,
+        "mixed": False,
         "expert": expert,
         "hidden": (rows if split == "inputs" else columns) if expert else None,
         "inner": (int(inputs) if split == "inputs" else int(shares[0])) if expert else None,
@@ -521,7 +534,7 @@ def _layer(stack: Stack, model: Facts, recipe: Recipe, tensor_parallel: int) -> 
 
 
 def _parts(linear: Linear) -> list[tuple[str, int]]:
-    leaf = linear.module.rpartition(".")[2]
+    leaf = _leaf(linear)
     count = HALVES.get(leaf, 1)
     return [(leaf, linear.shape[0] // count)] * count
 

@@ -1,9 +1,9 @@
 """The compute buffer of llama.cpp: the tensors of one batch, laid out as ggml's allocator does.
 
-ggml walks the graph of the largest batch once, gives each result a place in one buffer, frees it after its last use and
-puts the next one into the smallest hole that holds it. How large the buffer gets depends on sizes and order, so both are
-written down here; all results are 32-bit floats. Held against what llama.cpp logs: tests/test_plan_memory.py for small
-models, benchmarks/llamacpp_memory.py for large ones. (Order of nodes as seen in xllamacpp 2026.10.11549.)
+ggml walks the graph of the largest batch once, gives each result a place in one buffer, frees it after its last use
+and puts the next one into the smallest hole that holds it. How large the buffer gets depends on sizes and order, so
+both are written down here; all results are 32-bit floats. Held against what llama.cpp logs: tests/test_plan_memory.py
+for small models, benchmarks/llamacpp_memory.py for large ones. (Nodes in the order of xllamacpp 2026.10.11549.)
 """
 
 from collections import Counter

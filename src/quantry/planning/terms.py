@@ -39,6 +39,7 @@ class EngineTerms:
     second_runner: Literal["none", "dense", "all"] = "none"
     graphs_counted: Literal["none", "first", "both"] = "none"
     graph_layer_mib: float = 0
+    logit_bytes: Sequence[int] = (6, 6)  # 16 and 32 bit
     pipeline: str = "stages"
     cpu: Mapping[str, Any] = field(default_factory=dict)
 

@@ -1,22 +1,22 @@
 """What the weights of a model take: as they are stored, and on each device once an engine has loaded them.
 
-Sizes are those of the quantization itself: `pieces.divide` and `gguf_file.divide` say which tensors there will be. Blocks
-that differ in nothing but their number are divided once, and so are the experts of a block. A weight that is cut over
-devices is laid out by its format like any other, in its smaller shape; so scales, zero points and padding come out right.
+Sizes are those of the quantization itself: `pieces.divide` and `gguf_file.divide` say which tensors there will be.
+Blocks that differ in nothing but their number are divided once, and so are the experts of a block. A weight that is cut
+over devices is laid out by its format like any other, in its smaller shape; so scales and zero points come out right.
 """
 
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
+from types import ModuleType
 from typing import Any, Literal
 
 from quantry import gguf_file, pieces, registry
 from quantry.arch.attention import block_count, text_config
 from quantry.arch.linears import EXPERT
 from quantry.arch.parts import BLOCK, TOWERS, block_of, part_of
-from quantry.checkpoint.safetensors import DTYPE_BITS
 from quantry.checkpoint.writer import Entry, nbytes
 from quantry.errors import QuantryError, WeightError
 from quantry.formats.gguf import NAME as GGUF
@@ -69,12 +69,23 @@ class Stored:
         shape = weight.shape if shape is None else shape
         if weight.grid is None:
             return [(weight.name, weight.dtype, shape)]
-        layout = registry.load("quantry.formats", self.format).layout
         rows, columns = shape
-        return [(name, *kind) for name, kind in layout(weight.name, (rows, columns), weight.grid).items()]
+        layout = _format(self.format).layout(weight.name, (rows, columns), weight.grid)
+        return [(name, *kind) for name, kind in layout.items()]
 
     def size(self, weight: Weight) -> int:
-        return weight.count * sum(nbytes(dtype, shape) for _, dtype, shape in self.entries(weight))
+        return weight.count * sum(tensor_bytes(dtype, shape) for _, dtype, shape in self.entries(weight))
+
+
+@cache
+def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """The bytes of a stored tensor; a model has many of few kinds."""
+    return nbytes(dtype, shape)
+
+
+@cache
+def _format(name: str) -> ModuleType:
+    return registry.load("quantry.formats", name)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,7 +123,7 @@ def _divided(checkpoint: Checkpoint, recipe: Recipe, blocks: int, keep_odd: bool
     if recipe.format == GGUF:
         division = gguf_file.divide(checkpoint, recipe, None)
     else:
-        form = None if recipe.format == CAST else registry.load("quantry.formats", recipe.format)
+        form = None if recipe.format == CAST else _format(recipe.format)
         division = pieces.divide(checkpoint, recipe, blocks, form, keep_odd)
     found = [weight for piece in division.pieces for weight in _weights(piece, blocks)]
     return found, division.dtype
@@ -278,7 +289,3 @@ def head_counts(config: Mapping[str, Any]) -> tuple[int, int]:
 def _least(value: Any, default: int) -> int:
     counts = [one for one in (value if isinstance(value, list | tuple) else [value]) if type(one) is int and one > 0]
     return min(counts, default=default)
-
-
-def bits_of(dtype: str) -> int:
-    return DTYPE_BITS[dtype]

@@ -45,10 +45,14 @@ def search(kind: str, weight: Tensor, importance: Tensor | None, engine: Engine 
 
     A call works on all it is given: about a million weights suit a CPU, many millions a GPU.
     """
-    engine = engine or (compiled if weight.device.type == "cpu" and compiled.AVAILABLE else batched)
-    rest = -weight.shape[0] % ALIGN if weight.device.type == "cpu" else 0
+    on_cpu = weight.device.type == "cpu"
+    engine = engine or (compiled if on_cpu and compiled.AVAILABLE else batched)
+    weight = weight.float().contiguous()
+    if importance is not None:
+        importance = importance.float().reshape(weight.shape).contiguous()
+    rest = (-weight.shape[0] % ALIGN if len(weight) else ALIGN) if on_cpu else 0
     if not rest:
-        return _search(kind, weight.contiguous(), None if importance is None else importance.contiguous(), engine)
+        return _search(kind, weight, importance, engine)
     more = (0, 0, 0, rest)
     fields = _search(kind, pad(weight, more), None if importance is None else pad(importance, more), engine)
     parts = (fields.codes, fields.d, fields.dmin, fields.scales, fields.mins)

@@ -14,18 +14,19 @@ from torch import Tensor
 from quantry.numerics.ggml.kquants import vectors
 from quantry.numerics.ggml.kquants.rules import ROUNDS, SUPER, TINY, Fit, Rule, Steps, beside
 from quantry.numerics.ggml.kquants.vectors import LANES, Array, Kernel, Mask, Vector
+from quantry.numerics.ggml.rows import buffer
 
 AVAILABLE = vectors.AVAILABLE
 
 
 def fit_affine(rule: Rule, steps: Steps, weight: Tensor, importance: Tensor | None) -> Fit:
-    found = torch.empty(5, rule.groups, weight.shape[0])
+    found = buffer("found", (5, rule.groups, weight.shape[0]), weight)
     _affine(rule, steps, importance is not None)(weight, importance, found, weight.shape[0])
     return Fit(*found)
 
 
 def fit_symmetric(rule: Rule, weight: Tensor, importance: Tensor | None) -> Fit:
-    found = torch.empty(5, rule.groups, weight.shape[0])
+    found = buffer("found", (5, rule.groups, weight.shape[0]), weight)
     _symmetric(rule, importance is not None)(weight, importance, found, weight.shape[0])
     return Fit(*found)
 

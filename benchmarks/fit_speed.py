@@ -1,0 +1,255 @@
+"""Fits the factors of the speed model (src/quantry/planning/factors.toml) to the measurements of measurements.toml.
+
+    python benchmarks/fit_speed.py [ROW ...]
+
+For each fit: the numbers to write into factors.toml, the error of every table, and what a fit that has not seen a batch
+size predicts for it. The sum of the fourth powers of the logarithms of predicted over measured time is made small, since
+the largest error is what is promised; points of a table that is a `target` count a hundredfold. There is one start, no
+random number, and far fewer free numbers than points.
+"""
+
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quantry.devices import Device
+from quantry.devices.catalogue import catalogue
+from quantry.planning.models import from_config, open_model
+from quantry.planning.terms import CacheType
+from quantry.planning.throughput import Factors, Place, prompt_seconds, read_factors, step_seconds
+from quantry.planning.work import Work, work_of
+from quantry.recipe import from_options
+from quantry.types import Checkpoint
+
+HERE = Path(__file__).parent
+FACTORS = HERE.parent / "src/quantry/planning/factors.toml"
+TARGET = 100.0
+SIXTEEN = CacheType("16-bit", 16)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured time."""
+
+    table: str
+    target: bool
+    scheme: str
+    work: Work
+    device: Device
+    compiled: bool
+    phase: Literal["decode", "prefill"]
+    batch: int
+    tokens: int  # before each sequence, or of each prompt
+    seconds: float
+
+    def predict(self, factors: Factors) -> float:
+        place = Place(self.device, factors, compiled=self.compiled)
+        if self.phase == "decode":
+            return step_seconds(self.work, place, self.batch, self.tokens, SIXTEEN).total
+        return prompt_seconds(self.work, place, self.batch, self.tokens)
+
+    def error(self, factors: Factors) -> float:
+        return self.predict(factors) / self.seconds - 1
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A row of factors.toml, the tables it is fitted to, and its free numbers with their start; "+" ties two together."""
+
+    row: str
+    tables: tuple[str, ...]
+    start: Mapping[str, float]
+
+
+FITS = (
+    Fit(
+        "vllm hopper",
+        ("h200",),
+        {
+            "step_us": 500, "sequence_us": 8, "passes": 3, "unpack": 4, "overlap": 2, "uncompiled": 1.5,
+            "layer_us.16-bit": 40, "layer_us.8-bit": 40, "layer_us.weight-only": 40,
+            "launch_us.16-bit": 400, "launch_us.8-bit": 400, "launch_us.weight-only": 400,
+            "compute.8-bit": 0.7, "compute.weight-only": 0.7, "compute.weight-only f16": 0.7,
+        },
+    ),
+    Fit(
+        "llama.cpp cuda",
+        ("30", "40"),
+        {"bandwidth": 0.8, "layer_us.16-bit+launch_us.16-bit": 20, "compute.16-bit": 0.6, "compute.blocks": 0.6,
+         "unpack": 5, "attention": 0.2},
+    ),
+    Fit(
+        "llama.cpp apple",
+        ("m",),
+        {"bandwidth": 0.8, "layer_us.16-bit+launch_us.16-bit": 20, "compute.16-bit": 0.6, "compute.blocks": 0.6,
+         "unpack": 5, "attention": 0.2},
+    ),
+    Fit(
+        "llama.cpp x86",
+        ("core",),
+        {"bandwidth": 0.9, "step_us": 50, "layer_us.16-bit+launch_us.16-bit": 20, "compute.16-bit": 0.5, "compute.blocks q8_0": 0.6,
+         "compute.blocks": 0.6, "compute.blocks q4_0": 0.6, "attention": 0.1},
+    ),
+    Fit("llama.cpp arm", ("pi5",), {"bandwidth": 0.7}),
+)  # fmt: skip
+
+
+def points(prefixes: Iterable[str]) -> list[Point]:
+    """The points of the tables whose names begin so."""
+    rows = tomllib.loads((HERE / "measurements.toml").read_text(encoding="utf-8"))["tables"]
+    wanted = tuple(prefixes)
+    return [point for row in rows if row["name"].startswith(wanted) for point in _points(row)]
+
+
+def _points(row: Mapping[str, Any]) -> list[Point]:
+    found = []
+    for scheme in row["schemes"]:
+        name = " ".join(filter(None, (scheme["preset"], scheme.get("format"))))
+        work = _work(row["model"], repr(row.get("changes", {})), scheme["preset"], scheme.get("format"))
+        for phase in ("decode", "prefill"):
+            for batch, tokens, milliseconds in scheme.get(phase, ()):
+                found.append(
+                    Point(
+                        row["name"], row.get("target", False), name, work, _device(row),
+                        row.get("setup", "compiled") == "compiled", phase, batch, tokens, milliseconds / 1e3,  # type: ignore[arg-type]
+                    )
+                )  # fmt: skip
+    return found
+
+
+@cache
+def _work(model: str, changes: str, preset: str, form: str | None) -> Work:
+    return work_of(_checkpoint(model, changes), from_options(preset, None, None, form, None))
+
+
+@cache
+def _checkpoint(model: str, changes: str) -> Checkpoint:
+    found = open_model(model)
+    return from_config({**found.config, **eval(changes)}, model) if changes != "{}" else found
+
+
+def _device(row: Mapping[str, Any]) -> Device:
+    if "machine" not in row:
+        return next(device for device in catalogue() if device.name == row["device"])
+    own = row["machine"]
+    return Device(
+        own["name"], "x86", own["kind"], own["family"], None, 0, 0, own["bandwidth"] * 1e9, own["tflops"]
+    )
+
+
+def base_row(name: str) -> dict[str, Any]:
+    """A row of factors.toml with what it takes from others."""
+    rows: dict[str, dict[str, Any]] = {}
+    for row in tomllib.loads(FACTORS.read_text(encoding="utf-8"))["factors"]:
+        rows[row["name"]] = deepcopy({**rows[row["like"]], **row} if "like" in row else row)
+    return rows[name]
+
+
+def placed(row: Mapping[str, Any], numbers: Mapping[str, float]) -> dict[str, Any]:
+    """The row with numbers put in by their names."""
+    made = deepcopy(dict(row))
+    for names, value in numbers.items():
+        for name in names.split("+"):
+            table, _, key = name.partition(".")
+            if key:
+                made[table] = {**made.get(table, {}), key: value}
+            else:
+                made[table] = value
+    return made
+
+
+def solve(fit: Fit, known: Sequence[Point]) -> dict[str, float]:
+    """The free numbers that fit best; logarithms are searched, so that all stay above 0."""
+    row, names = base_row(fit.row), list(fit.start)
+    weights = np.array([TARGET if point.target else 1.0 for point in known]) ** 0.5
+
+    def residuals(logs: NDArray[np.float64]) -> NDArray[np.float64]:
+        factors = read_factors(placed(row, dict(zip(names, np.exp(logs).tolist(), strict=True))))
+        errors = np.array([np.log(point.predict(factors) / point.seconds) for point in known])
+        return np.asarray(weights * np.sign(errors) * errors**2)
+
+    best = descend(residuals, np.log([fit.start[name] for name in names]))
+    return dict(zip(names, np.exp(best).tolist(), strict=True))
+
+
+def descend(
+    residuals: Callable[[NDArray[np.float64]], NDArray[np.float64]], start: NDArray[np.float64], rounds: int = 200
+) -> NDArray[np.float64]:
+    """Levenberg and Marquardt's way down the sum of squares."""
+    here, damping = start, 1e-2
+    found = residuals(here)
+    for _ in range(rounds):
+        slopes = np.stack([(residuals(here + step) - found) / 1e-5 for step in 1e-5 * np.eye(len(here))], axis=1)
+        before = found @ found
+        for _ in range(12):
+            matrix = slopes.T @ slopes
+            step = np.linalg.solve(matrix + damping * np.diag(np.diag(matrix) + 1e-9), -slopes.T @ found)
+            there = here + np.clip(step, -1, 1)
+            tried = residuals(there)
+            if tried @ tried < before:
+                here, found, damping = there, tried, max(damping / 5, 1e-9)
+                break
+            damping *= 4
+        if before - found @ found < 1e-7 * before:
+            break
+    return here
+
+
+def leave_out(fit: Fit, known: Sequence[Point], batch: int) -> Factors:
+    """The factors of a fit that has seen no point of a batch size."""
+    numbers = solve(fit, [point for point in known if point.batch != batch])
+    return read_factors(placed(base_row(fit.row), numbers))
+
+
+def summary(factors: Factors, known: Iterable[Point]) -> dict[str, Any]:
+    """Largest and mean error by table and phase."""
+    groups: dict[str, list[float]] = {}
+    for point in known:
+        groups.setdefault(f"{point.table} {point.phase}", []).append(abs(point.error(factors)))
+    return {
+        name: {"points": len(errors), "largest": round(max(errors), 3), "mean": round(sum(errors) / len(errors), 3)}
+        for name, errors in groups.items()
+    }
+
+
+def main(wanted: Sequence[str]) -> None:
+    from measure import keep
+
+    results: dict[str, Any] = {}
+    for fit in FITS:
+        if wanted and fit.row not in wanted:
+            continue
+        known = points(fit.tables)
+        numbers = solve(fit, known)
+        factors = read_factors(placed(base_row(fit.row), numbers))
+        errors = summary(factors, known)
+        print(f"{fit.row}: {len(numbers)} free numbers, {len(known)} points")
+        for name, value in numbers.items():
+            print(f"    {name} = {value:.3g}")
+        for name, row in errors.items():
+            print(f"    {name:32} {row['points']:4} points, largest error {row['largest']:.3f}, mean {row['mean']:.3f}")
+        results[fit.row] = {"numbers": {name: float(f"{value:.4g}") for name, value in numbers.items()}, "errors": errors}
+        targets = [point for point in known if point.target]
+        if not targets:
+            continue
+        results[fit.row]["left_out"] = {}
+        for batch in sorted({point.batch for point in targets}):
+            blind = leave_out(fit, known, batch)
+            unseen = [point for point in targets if point.batch == batch]
+            largest = {phase: max(abs(p.error(blind)) for p in unseen if p.phase == phase) for phase in ("decode", "prefill")}
+            print(f"    without batch {batch}: " + ", ".join(f"{phase} {error:.3f}" for phase, error in largest.items()))
+            results[fit.row]["left_out"][batch] = {phase: round(error, 3) for phase, error in largest.items()}
+    keep("fit_speed", {"fits": results})
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(HERE))
+    main(sys.argv[1:])

@@ -1,0 +1,194 @@
+"""The decision table: rules.toml read and applied. What the rows mean is told at the head of that file."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal
+
+from quantry import registry
+from quantry.devices import Device
+from quantry.engines import Conditions
+from quantry.errors import UnknownNameError
+from quantry.planning.feasibility import agrees
+from quantry.recipe import Preset, presets
+
+Facts = dict[str, Any]
+SMALL_BITS = 4  # schemes of so many bits and less depend on the size of the model
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What a model is for: the load when nothing more is said, and what counts."""
+
+    name: str
+    about: str
+    concurrency: int
+    context: int
+    quality: float
+    speed: float
+    room: float
+    prompt: int = 512
+    measure: Literal["decode", "first"] = "decode"
+    gate: str = "general"
+    prefix_cache: bool = False
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule of the table; empty conditions hold always."""
+
+    name: str
+    why: str
+    source: str
+    when: Conditions = field(default_factory=dict)
+    prefer: Conditions | None = None
+    avoid: Conditions | None = None
+    require: Conditions | None = None
+    about: Conditions = field(default_factory=dict)
+    warn: str | None = None
+    weight: float = 0.0
+    fix: str = ""
+    corrected: str | None = None
+    until_built: str | None = None  # holds until this preset can be made
+
+    @property
+    def in_force(self) -> bool:
+        return self.until_built is None or presets()[self.until_built].missing is not None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRow:
+    """How an engine stands in the decision; with `asked` it is planned only when it is named."""
+
+    points: float
+    why: str
+    source: str
+    asked: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """What is expected of a scheme before anything was measured."""
+
+    name: str
+    points: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """What all rules say of one option."""
+
+    points: float
+    reasons: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def uses() -> dict[str, Use]:
+    """All uses by name."""
+    return dict(_uses())
+
+
+def find_use(name: str | None) -> Use:
+    """The use of a name or an alias; general when none is given."""
+    key = (name or "general").strip().lower().replace("_", "-").replace(" ", "-")
+    known = {alias: use for use in _uses().values() for alias in (use.name, *use.aliases)}
+    if key not in known:
+        raise UnknownNameError(f"unknown use {str(name)[:40]!r}", fix=registry.suggest(key, tuple(known)))
+    return known[key]
+
+
+def rules() -> tuple[Rule, ...]:
+    """All rules, in the order of the table."""
+    return _rules()
+
+
+def engine_rows() -> dict[str, EngineRow]:
+    return {name: EngineRow(**row) for name, row in _data()["engines"].items()}
+
+
+def tier(device: Device) -> str:
+    """The kind of hardware that a device is."""
+    if device.kind == "cpu" and not _named(device, "edge"):
+        return "cpu"
+    return next((row["tier"] for row in _data()["tiers"] if _named(device, row["tier"])), "datacenter")
+
+
+def _named(device: Device, wanted: str) -> bool:
+    rows = [row for row in _data()["tiers"] if row["tier"] == wanted]
+    return any(fnmatchcase(device.name, pattern) for row in rows for pattern in row["names"])
+
+
+def left_out(preset: Preset) -> str | None:
+    """Why a preset is not planned, or None."""
+    return next((row["why"] for row in _data()["left_out"] if preset.name in row["presets"]), None)
+
+
+def caches(engine: str, facts: Facts) -> tuple[str, ...]:
+    """The smaller cache types that are planned for an engine there."""
+    rows = (row for row in _data()["caches"] if engine in row["engines"])
+    return tuple(row["kv"] for row in rows if agrees(row.get("when", {}), facts, {}))
+
+
+def quality(facts: Facts) -> Quality:
+    """The expected quality of an option."""
+    row = next(row for row in _data()["quality"] if agrees(row["when"], facts, {}))
+    points = row["points"]
+    if facts["bits"] <= SMALL_BITS:
+        points += sum(row["points"] for row in _data()["sizes"] if _in_size(row, facts["parameters"]))
+    return Quality(_class_of(row["class"], row["points"], points), points)
+
+
+def _in_size(row: Mapping[str, Any], parameters: float) -> bool:
+    return bool(row.get("at_least", 0) <= parameters < row.get("below", float("inf")))
+
+
+def _class_of(name: str, table: float, points: float) -> str:
+    """The class of a row, or the nearest below where the size of the model takes points off."""
+    if points >= table:
+        return name
+    rows = sorted({(row["points"], row["class"]) for row in _data()["quality"]}, reverse=True)
+    return next((name for limit, name in rows if limit <= points), rows[-1][1])
+
+
+def refusal(facts: Facts) -> Rule | None:
+    """The first rule that does not allow an option."""
+    rows = (rule for rule in _rules() if rule.require is not None and agrees(rule.when, facts, {}))
+    return next((rule for rule in rows if not agrees(rule.require or {}, facts, {})), None)
+
+
+def judge(facts: Facts) -> Ruling:
+    """Points, reasons and warnings of all rules for an option."""
+    points, reasons, warnings = 0.0, [], []
+    for rule in _rules():
+        if not rule.in_force or not agrees(rule.when, facts, {}):
+            continue
+        if rule.prefer is not None and agrees(rule.prefer, facts, {}):
+            points += rule.weight
+            reasons.append((rule.weight, rule.why))
+        if rule.avoid is not None and agrees(rule.avoid, facts, {}):
+            points -= rule.weight
+            warnings.append(rule.why)
+        if rule.warn and agrees(rule.about, facts, {}):
+            warnings.append(rule.warn)
+    ordered = [why for _, why in sorted(reasons, key=lambda pair: -pair[0])]
+    return Ruling(points, tuple(dict.fromkeys(ordered)), tuple(dict.fromkeys(warnings)))
+
+
+@cache
+def _uses() -> dict[str, Use]:
+    rows = _data()["uses"]
+    return {name: Use(name=name, **{**row, "aliases": tuple(row.get("aliases", ()))}) for name, row in rows.items()}
+
+
+@cache
+def _rules() -> tuple[Rule, ...]:
+    return tuple(Rule(**row) for row in _data()["rules"])
+
+
+@cache
+def _data() -> dict[str, Any]:
+    return tomllib.loads(files("quantry.planning").joinpath("rules.toml").read_text(encoding="utf-8"))

@@ -1,0 +1,86 @@
+"""Runs inside vLLM's environment: how its own functions lay out the KV cache of models that are not there.
+
+    python ask_vllm_cache.py QUESTIONS.json ANSWERS.json
+
+A question is a list of layers (kind, KV heads, size of K and V, window or state), the cache type, a context, tokens of a
+step and the memory there is; the answer what one sequence may take at most, and how many tokens fit.
+"""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.v1.core import kv_cache_utils as utils  # type: ignore[import-not-found, unused-ignore]
+from vllm.v1.kv_cache_interface import (  # type: ignore[import-not-found, unused-ignore]
+    FullAttentionSpec,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    get_kv_quant_mode,
+)
+
+DTYPES = {KVQuantMode.NONE: torch.bfloat16}
+
+
+def spec(layer: dict[str, Any], kind: str, block: int, page: int) -> Any:
+    mode = get_kv_quant_mode(kind)
+    dtype = DTYPES.get(mode, torch.uint8)
+    if layer["kind"] == "recurrent":
+        return MambaSpec(
+            block_size=block, shapes=((layer["state"],),), dtypes=(torch.uint8,), page_size_padded=page or None
+        )
+    if layer["kind"] == "mla":
+        return MLAAttentionSpec(
+            block_size=block, num_kv_heads=1, head_size=layer["key"] + layer["value"], dtype=dtype, kv_quant_mode=mode
+        )
+    rest = {
+        "block_size": block,
+        "num_kv_heads": layer["heads"],
+        "head_size": layer["key"],
+        "head_size_v": layer["value"],
+        "dtype": dtype,
+        "kv_quant_mode": mode,
+        "indexes_kv_by_block_stride": True,
+    }
+    if layer["window"]:
+        return SlidingWindowSpec(sliding_window=layer["window"], **rest)
+    return FullAttentionSpec(**rest)
+
+
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=question["context"]),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        cache_config=SimpleNamespace(num_gpu_blocks_override=None, mamba_cache_mode="none"),
+        kv_transfer_config=None,
+        max_in_flight_tokens=question["step"] * question["in_flight"],
+    )
+    layers, block, page = question["layers"], 16, 0
+    state = max((layer["state"] for layer in layers), default=0)
+    if state and any(layer["kind"] != "recurrent" for layer in layers):  # as platforms/interface.py aligns them
+        one = max(spec(layer, question["type"], 1, 0).page_size_bytes for layer in layers if not layer["state"])
+        block = 16 * -(-state // (16 * one))
+        page = block * one
+    specs = {f"layer.{i}": spec(layer, question["type"], block, page) for i, layer in enumerate(layers)}
+    groups = utils.get_kv_cache_groups(config, specs)
+    made = utils.get_kv_cache_config_from_groups(config, groups, question["memory"])
+    tokens, concurrency = utils.get_kv_cache_capacity(config, made)
+    return {
+        "one": utils._max_memory_usage_bytes_from_groups(config, groups),
+        "tokens": tokens,
+        "concurrency": concurrency,
+    }
+
+
+def main() -> None:
+    questions = json.loads(Path(sys.argv[1]).read_text())
+    Path(sys.argv[2]).write_text(json.dumps([answer(question) for question in questions]))
+
+
+if __name__ == "__main__":
+    main()
