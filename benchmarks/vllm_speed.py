@@ -38,7 +38,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {  # a model of the catalogue wi
         "llama-3.1-8b",
         {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 8, "num_attention_heads": 64},
     ),
-    "30b-a3b": ("qwen3-30b-a3b", {}),
 }
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 SETUPS: dict[str, dict[str, Any]] = {"graphs": {"compilation_config": GRAPHS}, "compiled": {}}
@@ -58,10 +57,6 @@ WAVES = (  # shape, preset, format, set-up
         ("1b", "w4a16", None, "graphs"),
         ("70b-8", "bf16", None, "graphs"),
         ("70b-8", "w4a16", None, "graphs"),
-    ),
-    (
-        ("30b-a3b", "bf16", None, "graphs"),
-        ("30b-a3b", "w4a16", None, "graphs"),
     ),
 )
 POINTS = (  # batch, prompt

@@ -187,6 +187,7 @@ CASES = [
     Case("tiny-moe", "bf16", "vllm", CPU, "kernel", "served in 16 bit"),
     Case("tiny-moe", "llm-int8", "vllm", "H100", "refusal", "8-bit experts of bitsandbytes", version="0.26.0"),
     Case("mixtral-8x7b", "w4a16", "vllm", CPU, "kernel", "", features=("amx",), kernel="CPU WNA16, AMX INT4 experts"),
+    Case("mixtral-8x7b", "w4a16", "vllm", CPU, "refusal", "zero points no, not yes", form="awq", features=("amx",)),
     # what can see, and what cannot be made
     Case("gemma-3-4b", "w4a16", "vllm", "H100", "kernel", "vision tower stays in 16 bit"),
     Case("gemma-3-4b", "gguf-q4_k_m", "llama.cpp", "RTX 4090", "fallback", "file of its own (--mmproj)"),
@@ -385,7 +386,7 @@ def test_heads_are_repeated_where_there_are_fewer_than_devices() -> None:
     facts = feasibility._layers(feasibility._Same(model(L70)), recipe("w4a16"), 16)
     fused = next(one for one in facts if "q_proj" in one["layer"])
     assert fused["device_rows"] == 8192 // 16 + 2 * 128
-    assert fused["merged_rows"] == (512, 128, 128)
+    assert fused["device_parts"] == (512, 128, 128)
 
 
 def test_cuts() -> None:

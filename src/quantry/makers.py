@@ -39,6 +39,7 @@ class Reader:
         self._tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
         self._weights, self.device = weights, device
         self._pinned = torch.empty(0, dtype=torch.uint8)
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def get(self, name: str) -> Tensor:
         """A tensor as it is stored, mapped."""
@@ -52,15 +53,23 @@ class Reader:
         weight = weight.t() if source.flip else weight
         return weight[slice(*source.rows)].contiguous() if source.rows else weight
 
-    def upload(self, weight: Tensor) -> Tensor:
-        """The weight on the computing device; to a GPU through one pinned buffer, which it can fetch by itself."""
-        if self.device.type != "cuda":
+    def upload(self, weight: Tensor, name: str) -> Tensor:
+        """The weight on the computing device, refused if it is not all finite.
+
+        To a GPU it goes through one pinned buffer on a stream of its own: the GPU is still at the weight before.
+        """
+        if self._copies is None:
+            check_finite(weight, name)
             return weight
-        torch.cuda.current_stream().synchronize()  # the buffer may still be on its way
         if self._pinned.numel() < weight.numel() * weight.itemsize:
             self._pinned = torch.empty(weight.numel() * weight.itemsize, dtype=torch.uint8, pin_memory=True)
         staged = self._pinned[: weight.numel() * weight.itemsize].view(weight.dtype).view(weight.shape).copy_(weight)
-        return staged.to(self.device, non_blocking=True)
+        with torch.cuda.stream(self._copies):
+            sent = staged.to(self.device, non_blocking=True)
+            check_finite(sent, name)
+        self._copies.synchronize()  # from here on the buffer is free, and any stream may read what was sent
+        sent.record_stream(torch.cuda.current_stream())
+        return sent
 
     def release(self, names: set[str]) -> None:
         for name in names:
@@ -96,8 +105,7 @@ class Quantizer:
         round_weight = registry.load("quantry.rounders", piece.preset.rounder).round_weight
         whole = self._whole(piece)
         for linear in piece.linears:
-            weight = self._reader.upload(self._linear(linear))
-            check_finite(weight, linear.source)
+            weight = self._reader.upload(self._linear(linear), linear.source)
             rounded: QTensor = round_weight(weight, piece.grid, fit(weight, piece.grid, whole))
             stored = self._form.encode(linear.module, rounded)
             check_decodes(
@@ -111,7 +119,9 @@ class Quantizer:
             return None
         key, whole = piece.sharers[0].module, Grid(piece.grid.kind, piece.grid.bits, (0, 0))
         if key not in self._wholes:
-            peaks = [absmax(self._reader.upload(self._linear(linear)), whole) for linear in piece.sharers]
+            peaks = [
+                absmax(self._reader.upload(self._linear(linear), linear.source), whole) for linear in piece.sharers
+            ]
             self._wholes[key] = torch.stack(peaks).max()
         return self._wholes[key]
 
@@ -135,8 +145,7 @@ class BlockMaker:
             return
         vectors = self._importance.get(target.name)
         for index, source in enumerate(target.sources):
-            weight = self._reader.upload(self._reader.matrix(source, source.name))
-            check_finite(weight, source.name)
+            weight = self._reader.upload(self._reader.matrix(source, source.name), source.name)
             vector = None if vectors is None else vectors[index]
             yield target.name, _stored(gguf.arranged(weight, target), kind, vector, source.name)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from quantry import __version__, card, gguf_file, registry
 from quantry.anatomy import dissect
@@ -208,13 +209,18 @@ def _write_pieces(writer: ShardWriter, pieces: list[Piece], maker: Maker) -> Ite
                 writer.skip(len(piece.entries))
             else:
                 for stored, tensor in maker.make(piece):
-                    pending.append(disk.submit(writer.write, stored, as_bytes(tensor)))
+                    pending.append(disk.submit(_write, writer, stored, tensor))
                     while len(pending) > 2:
                         pending.pop(0).result()
                 maker.release(piece)
             yield piece
         for future in pending:
             future.result()
+
+
+def _write(writer: ShardWriter, name: str, tensor: Tensor) -> None:
+    """Fetches a tensor from the device that made it and writes it; the device may already be at the next."""
+    writer.write(name, as_bytes(tensor))
 
 
 def _sixteen_bit(checkpoint: Checkpoint) -> Anatomy:

@@ -3,7 +3,7 @@
     python ask_vllm_cache.py QUESTIONS.json ANSWERS.json
 
 A question is a list of layers (kind, KV heads, size of K and V, window or state), the cache type, a context, tokens of a
-step and the memory there is; the answer what one sequence may take at most, and how many tokens fit.
+step; the answer what one sequence may take at most.
 """
 
 import json
@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import (  # type: ignore[import-not-found, unuse
     SlidingWindowSpec,
     get_kv_quant_mode,
 )
+from vllm.v1.kv_cache_layout import KVCacheLayout  # type: ignore[import-not-found, unused-ignore]
 
 DTYPES = {KVQuantMode.NONE: torch.bfloat16}
 
@@ -44,7 +45,6 @@ def spec(layer: dict[str, Any], kind: str, block: int, page: int) -> Any:
         "head_size_v": layer["value"],
         "dtype": dtype,
         "kv_quant_mode": mode,
-        "indexes_kv_by_block_stride": True,
     }
     if layer["window"]:
         return SlidingWindowSpec(sliding_window=layer["window"], **rest)
@@ -56,8 +56,13 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         model_config=SimpleNamespace(max_model_len=question["context"]),
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
-        cache_config=SimpleNamespace(num_gpu_blocks_override=None, mamba_cache_mode="none"),
+        cache_config=SimpleNamespace(
+            num_gpu_blocks_override=None,
+            mamba_cache_mode="none",
+            get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC,
+        ),
         kv_transfer_config=None,
+        speculative_config=None,
         max_in_flight_tokens=question["step"] * question["in_flight"],
     )
     layers, block, page = question["layers"], 16, 0
@@ -68,13 +73,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         page = block * one
     specs = {f"layer.{i}": spec(layer, question["type"], block, page) for i, layer in enumerate(layers)}
     groups = utils.get_kv_cache_groups(config, specs)
-    made = utils.get_kv_cache_config_from_groups(config, groups, question["memory"])
-    tokens, concurrency = utils.get_kv_cache_capacity(config, made)
-    return {
-        "one": utils._max_memory_usage_bytes_from_groups(config, groups),
-        "tokens": tokens,
-        "concurrency": concurrency,
-    }
+    return {"one": utils._max_memory_usage_bytes_from_groups(config, groups)}
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import isfinite
 from typing import Any
 
 from gguf import Keys, TokenType
@@ -249,7 +250,8 @@ def _settings(words: Vocabulary, ends: Mapping[str, bool]) -> dict[str, Any]:
 
 def _template(metadata: Metadata) -> str | list[dict[str, str]] | None:
     """The chat template, or all of them where there are several."""
-    names = metadata.get(Key.CHAT_TEMPLATES, ())
+    names = metadata.get(Key.CHAT_TEMPLATES)
+    names = names if isinstance(names, tuple) else ()
     keys = {"default": Key.CHAT_TEMPLATE, **{str(name): Key.CHAT_TEMPLATE_N.format(name=name) for name in names}}
     found = {name: str(metadata[key]) for name, key in keys.items() if key in metadata}
     if list(found) == ["default"]:
@@ -265,9 +267,11 @@ def _generation(words: Vocabulary) -> dict[str, Any]:
         "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
         "pad_token_id": words.special("padding_token_id"),
     }
-    given = {
-        name: words.metadata.get(f"general.sampling.{key}") for key, name in table()["tokenizer"]["sampling"].items()
+    sampling = {
+        name: shortest(value)
+        for key, name in table()["tokenizer"]["sampling"].items()
+        for value in [words.metadata.get(f"general.sampling.{key}")]
+        if isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
     }
-    sampling = {name: shortest(value) for name, value in given.items() if isinstance(value, int | float)}
     made = {**{name: value for name, value in ids.items() if value is not None}, **sampling}
     return {**made, "do_sample": True} if sampling else made

@@ -15,9 +15,9 @@ from quantry.engines import latest
 from quantry.errors import QuantryError
 from quantry.pieces import main_dtype
 from quantry.planning import memory
-from quantry.planning.feasibility import PLATFORMS, capability_of, feasible
+from quantry.planning.feasibility import PLATFORMS, feasible
 from quantry.planning.memory import Deployment, Settings
-from quantry.planning.rules import Facts, Use, caches, engine_rows, left_out, refusal, tier
+from quantry.planning.rules import Facts, Use, caches, capability, engine_rows, left_out, refusal, tier
 from quantry.recipe import Preset, Recipe, preset, presets
 from quantry.types import Checkpoint, Footprint, Verdict, Workload
 
@@ -38,6 +38,7 @@ class Request:
     workload: Workload
     engine: str | None = None
     budget: int | None = None
+    exact: bool = False  # whether the concurrency was asked for, and is not only what the use would like
 
     @property
     def device(self) -> Device:
@@ -61,7 +62,7 @@ class Request:
             "use": self.use.name,
             "platform": self.platform,
             "family": self.device.family,
-            "capability": capability_of(self.device),
+            "capability": capability(self.device),
             "tier": tier(self.device),
             "kind": self.device.kind,
             "devices": self.hardware.count,
@@ -144,9 +145,12 @@ def scheme_name(chosen: Preset) -> str:
     return {"e4m3": "fp8", "e5m2": "fp8"}.get(grid.kind, grid.kind)
 
 
-def planned_engines(asked: str | None) -> tuple[str, ...]:
+def planned_engines(request: Request) -> tuple[str, ...]:
     """The engine that was asked for, or all that are planned without."""
-    return (asked,) if asked else tuple(name for name, row in engine_rows().items() if row.asked is None)
+    if request.engine:
+        return (request.engine,)
+    rows = engine_rows().items()
+    return tuple(name for name, row in rows if row.asked is None or request.use.name in row.uses)
 
 
 def planned_presets(request: Request) -> list[Preset]:
@@ -158,32 +162,54 @@ def planned_presets(request: Request) -> list[Preset]:
     return [one for one in found if one.name != unused]
 
 
-def find(request: Request, only: Sequence[str] | None = None) -> tuple[list[Candidate], list[Refused]]:
-    """All that runs and fits, and all that does not; `only` some presets, where that is enough."""
+def find(
+    request: Request, only: Sequence[str] | None = None, offload: bool = True
+) -> tuple[list[Candidate], list[Refused]]:
+    """All that runs and fits, and all that does not; `only` some presets, or none in the host's memory, if so wished."""
     found: list[Candidate] = []
     refused: list[Refused] = []
     chosen = [one for one in planned_presets(request) if only is None or one.name in only]
-    for engine in planned_engines(request.engine):
+    for engine in planned_engines(request):
         for one in chosen:
-            fits, refusals = _try(request, one, engine)
+            fits, refusals = _try(request, one, engine, offload)
             found += fits
             refused += refusals
     return found, refused
 
 
-def _try(request: Request, chosen: Preset, engine: str) -> tuple[list[Candidate], list[Refused]]:
+def _try(request: Request, chosen: Preset, engine: str, offload: bool) -> tuple[list[Candidate], list[Refused]]:
     """One preset in one engine."""
-    version = latest(engine)
+    version, planned = latest(engine), engine_rows()[engine].formats
+    if planned and not set(planned) & set(chosen.formats):
+        return [], []
     recipe, verdict = _recipe(request, chosen, engine, version)
     if recipe is None:
         return [], [Refused((chosen.name,), engine, verdict.reason, verdict.fix or "choose another preset")]
     ruled = refusal({**request.facts, **_outline(recipe, engine)})
     if ruled:
         return [], [Refused((chosen.name,), engine, ruled.why, ruled.fix)]
+    least, most = _least_bytes(request, chosen), _most_bytes(request, engine, offload)
+    if least > most:
+        why = f"its weights take {gib(least)} at the least, and there are {gib(most)}"
+        return [], [
+            Refused((chosen.name,), engine, why, "use fewer bits, or more or larger devices", int(least - most))
+        ]
     try:
-        return _fitting(request, recipe, engine, version, verdict)
+        return _fitting(request, recipe, engine, version, verdict, offload)
     except QuantryError as error:
         return [], [Refused((chosen.name,), engine, error.problem, error.fix)]
+
+
+def _least_bytes(request: Request, chosen: Preset) -> float:
+    """What the weights take at the very least, to spare the exact count where that is too much already."""
+    return request.parameters * chosen.scheme.weight.bits / 8 * 0.98
+
+
+def _most_bytes(request: Request, engine: str, offload: bool) -> float:
+    """What there is for weights at the very most."""
+    there = request.hardware.usable if request.budget is None else min(request.budget, request.hardware.usable)
+    host = offload and engine in LAYERED and request.device.kind == "gpu" and request.budget is None
+    return there + (host_room(request) if host else 0)
 
 
 def _outline(recipe: Recipe, engine: str) -> Facts:
@@ -224,7 +250,7 @@ def _grouped(chosen: Preset) -> Iterator[Preset]:
 
 
 def _fitting(
-    request: Request, recipe: Recipe, engine: str, version: str, verdict: Verdict
+    request: Request, recipe: Recipe, engine: str, version: str, verdict: Verdict, offload: bool
 ) -> tuple[list[Candidate], list[Refused]]:
     """Every layout that fits; what is missing where none does."""
     found: list[Candidate] = []
@@ -240,11 +266,15 @@ def _fitting(
             why = why or checked
             continue
         for kv in ("auto", *caches(engine, request.facts)):
-            if kv != "auto" and request.use.name not in THROUGHPUT and any(one.devices == tensor * pipeline for one in found):
+            if (
+                kv != "auto"
+                and request.use.name not in THROUGHPUT
+                and any(one.devices == tensor * pipeline for one in found)
+            ):
                 continue
             one = _candidate(request, recipe, engine, version, checked, kv, tensor, pipeline, replicas)
             (found if fits(one, request) else short).append(one)
-    if not found and engine in LAYERED and request.device.kind == "gpu":
+    if not found and offload and engine in LAYERED and request.device.kind == "gpu":
         found = [one for one in map(lambda one: _offloaded(request, one), short) if one]
     if found:
         return found, []
@@ -284,9 +314,35 @@ def _candidate(
     deployment = Deployment(
         request.checkpoint, recipe, engine, request.device, version, kv, tensor, pipeline, None, settings
     )
-    footprint = memory.of(deployment, workload)
-    limit = _limit(request, deployment)
-    return Candidate(recipe, engine, version, verdict, deployment, workload, replicas, footprint, limit)
+    one = Candidate(
+        recipe,
+        engine,
+        version,
+        verdict,
+        deployment,
+        workload,
+        replicas,
+        memory.footprint_of(deployment, workload),
+        _limit(request, deployment),
+    )
+    return one if request.exact or fits(one, request) else _fewer(request, one)
+
+
+def _fewer(request: Request, candidate: Candidate) -> Candidate:
+    """The same for as many sequences as fit, where their number was not asked for."""
+    found = candidate
+    while found.workload.concurrency > 1 and not fits(found, request):
+        workload = replace(found.workload, concurrency=max(1, found.workload.concurrency * 3 // 4))
+        settings = (
+            replace(found.deployment.settings, sequences=workload.concurrency)
+            if found.engine not in LAYERED
+            else found.deployment.settings
+        )
+        deployment = replace(found.deployment, settings=settings)
+        found = replace(
+            found, workload=workload, deployment=deployment, footprint=memory.footprint_of(deployment, workload)
+        )
+    return found
 
 
 def _limit(request: Request, deployment: Deployment) -> int:
@@ -297,12 +353,9 @@ def _limit(request: Request, deployment: Deployment) -> int:
 
 def fits(candidate: Candidate, request: Request) -> bool:
     """Whether devices and host hold it."""
-    return candidate.footprint.per_device <= candidate.limit and host_bytes(candidate.footprint) <= host_room(request)
-
-
-def host_bytes(footprint: Footprint) -> int:
-    """What lies in the host's memory beside a GPU."""
-    return sum(size for name, size in footprint.parts.items() if name.endswith("(host)"))
+    return candidate.footprint.per_device <= candidate.limit and memory.host_memory(candidate.footprint) <= host_room(
+        request
+    )
 
 
 def host_room(request: Request) -> int:
@@ -319,7 +372,7 @@ def _offloaded(request: Request, candidate: Candidate) -> Candidate | None:
     if layers == 0:
         return None
     deployment = replace(candidate.deployment, offload_layers=layers)
-    moved = replace(candidate, deployment=deployment, footprint=memory.of(deployment, candidate.workload))
+    moved = replace(candidate, deployment=deployment, footprint=memory.footprint_of(deployment, candidate.workload))
     return moved if fits(moved, request) else None
 
 
@@ -340,7 +393,7 @@ def _too_large(request: Request, candidate: Candidate) -> Refused:
     word = "budget" if request.budget is not None else request.device.name
     weights = candidate.footprint.weights
     if needed <= there:
-        needed, there, word = host_bytes(candidate.footprint), host_room(request), "host"
+        needed, there, word = memory.host_memory(candidate.footprint), host_room(request), "host"
     alone = candidate.deployment.tensor_parallel * there < weights
     fix = "use fewer bits, more or larger devices" if alone else "use a shorter --context or a lower --concurrency"
     why = f"needs {gib(needed)} on each device, and {word} has {gib(there)} to fill"

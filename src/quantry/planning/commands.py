@@ -57,7 +57,11 @@ class Serving:
         """The file that llama.cpp is given."""
         assert self.preset.file_type is not None
         stem = f"{_plain_name(self.model)}-{self.preset.file_type.upper()}"
-        return f"{self.output}/{stem}.gguf" if self.shards == 1 else f"{self.output}/{stem}-00001-of-{self.shards:05d}.gguf"
+        return (
+            f"{self.output}/{stem}.gguf"
+            if self.shards == 1
+            else f"{self.output}/{stem}-00001-of-{self.shards:05d}.gguf"
+        )
 
 
 def _plain_name(model: str) -> str:

@@ -13,7 +13,7 @@ them. A condition is a table of facts, all of which must agree:
     is = "wna16"                              all conditions of [cases.wna16]; or a list of cases
     any = [{ ... }, { ... }]                  at least one of these tables
 
-A fact that is not known agrees with nothing. `Facts` below are all names. Refusals come first, row by row; then every
+A fact that is not known agrees with nothing. `WORDS` below has all names. Refusals come first, row by row; then every
 layer takes the first kernel that is for it and whose needs it meets, or is refused with what the nearest ones lack;
 then cautions turn the verdict into a fallback.
 """
@@ -90,7 +90,7 @@ WORDS = {  # every fact, in the words of a message
     "divided": "equal cut",
     "device_rows": "outputs on a device",
     "device_columns": "inputs on a device",
-    "merged_rows": "outputs of fused parts on a device",
+    "device_parts": "outputs of fused parts on a device",
     "mixed": "schemes mixed in a fused layer",
     "expert": "expert",
     "hidden": "hidden size",
@@ -107,7 +107,7 @@ UNCUT = frozenset({"q_a_proj", "kv_a_proj_with_mqa"})
 KEYS_VALUES = frozenset({"k_proj", "v_proj"})
 HALVES = {"gate_up_proj": 2}  # parts of layers that a checkpoint itself stores fused
 ALWAYS_ZERO_POINTS = frozenset({"awq"})  # symmetric weights too are stored with them
-SIZES = ("rows", "columns", "part_rows", "device_rows", "device_columns", "merged_rows", "hidden", "inner")
+SIZES = ("rows", "columns", "part_rows", "device_rows", "device_columns", "device_parts", "hidden", "inner")
 INPUT_NAMES = {"int": "int{bits}", "e4m3": "fp8", "e2m1": "fp4"}
 COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "at_least": ge,
@@ -522,8 +522,8 @@ def _layer(stack: Stack, model: Facts, recipe: Recipe, tensor_parallel: int) -> 
         "divided": whole,
         "device_rows": int(sum(shares)),
         "device_columns": int(inputs),
-        "merged_rows": tuple(map(int, _ends(shares, split, tensor_parallel))),
-        "mixed": False,
+        "device_parts": tuple(map(int, shares)),
+        "mixed": len(set(map(_scheme_of, stack.presets))) > 1,
         "expert": expert,
         "hidden": (rows if split == "inputs" else columns) if expert else None,
         "inner": (int(inputs) if split == "inputs" else int(shares[0])) if expert else None,
@@ -546,11 +546,6 @@ def _share(part: tuple[str, int], split: str, model: Facts, tensor_parallel: int
         return rows
     kv_heads: int = model["kv_heads"] or tensor_parallel
     return rows / (min(tensor_parallel, kv_heads) if leaf in KEYS_VALUES else tensor_parallel)
-
-
-def _ends(shares: Sequence[float], split: str, tensor_parallel: int) -> Sequence[float]:
-    """Parts whose end is not the end of the whole matrix: all but the last, or all if the matrix is cut there."""
-    return shares if split == "outputs" and tensor_parallel > 1 else shares[:-1]
 
 
 def _whole(model: Facts, recipe: Recipe) -> Facts:

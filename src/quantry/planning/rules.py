@@ -1,5 +1,6 @@
 """The decision table: rules.toml read and applied. What the rows mean is told at the head of that file."""
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -68,6 +69,8 @@ class EngineRow:
     why: str
     source: str
     asked: str | None = None
+    uses: tuple[str, ...] = ()  # that it is planned for without being named
+    formats: tuple[str, ...] = ()  # the formats it is planned with; all that it loads, if none is listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +109,11 @@ def rules() -> tuple[Rule, ...]:
     return _rules()
 
 
+@cache
 def engine_rows() -> dict[str, EngineRow]:
-    return {name: EngineRow(**row) for name, row in _data()["engines"].items()}
+    lists = ("uses", "formats")
+    rows = _data()["engines"].items()
+    return {name: EngineRow(**{**row, **{key: tuple(row.get(key, ())) for key in lists}}) for name, row in rows}
 
 
 def tier(device: Device) -> str:
@@ -115,6 +121,12 @@ def tier(device: Device) -> str:
     if device.kind == "cpu" and not _named(device, "edge"):
         return "cpu"
     return next((row["tier"] for row in _data()["tiers"] if _named(device, row["tier"])), "datacenter")
+
+
+def capability(device: Device) -> int | None:
+    """NVIDIA's compute capability as a number: 8.9 is 89."""
+    numbers = re.fullmatch(r"(\d+)\.(\d)", device.capability or "")
+    return int(numbers[1]) * 10 + int(numbers[2]) if numbers else None
 
 
 def _named(device: Device, wanted: str) -> bool:

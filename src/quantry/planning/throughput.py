@@ -60,6 +60,7 @@ class Factors:
     compute: Mapping[str, float]
     source: str
     date: str
+    attention_step: float | None = None  # of attention to what was said before; None: as in prompts
     base: str | None = None  # the dtype whose rate `compute` is a share of; None: that of the numbers multiplied
     step: float = 0.0
     sequence: float = 0.0
@@ -70,6 +71,7 @@ class Factors:
     overlap: float = 1.0  # exponent of the norm: 1 adds launches and work up, more overlaps them
     passes: float = 0.0
     unpack: float = 0.0  # 32-bit operations a weight
+    pad: float = 0.0  # tokens by which a product of several tokens costs more than they do, for want of full tiles
     split: Literal["tensors", "layers"] = "tensors"  # how several devices share a model
     host: Literal["compute", "stream"] = "stream"  # what becomes of layers left on the host
 
@@ -274,7 +276,7 @@ def step_seconds(work: Work, place: Place, batch: float, context: float, cached:
         layer += _of(found.launch, kind, work.detail)
     seen = max(
         work.cache_bytes(context, cached, shared) / place.bandwidth,
-        work.pairs / shared * work.looked_at(context) / _attention_rate(place),
+        work.pairs / shared * work.looked_at(context) / _attention_rate(place, found.attention_step),
     )
     own = Seconds(
         overhead=found.step + found.sequence * batch + layer * work.layers,
@@ -340,6 +342,7 @@ def _matrix_seconds(work: Work, place: Place, kind: Kind, tokens: float, outputs
 
 def _larger(part: Part, tokens: float, rate: float, place: Place) -> Seconds:
     """The larger of reading weights and of computing with them."""
+    tokens += place.factors.pad if tokens > 1 else 0
     read = part.bytes / place.shared() / place.bandwidth
     computed = 2 * part.weights * tokens / place.shared() / rate
     return Seconds(compute=computed) if computed > read else Seconds(bandwidth=read)
@@ -371,15 +374,15 @@ def _rate(place: Place, kind: Kind, detail: str) -> float:
     return _of(place.factors.compute, kind, detail) * _tflops(place.device, wanted)
 
 
-def _attention_rate(place: Place) -> float:
+def _attention_rate(place: Place, share: float | None = None) -> float:
     wanted = (place.factors.base,) if place.factors.base else SIXTEEN["bf16"]
-    return place.factors.attention * _tflops(place.device, wanted)
+    return (place.factors.attention if share is None else share) * _tflops(place.device, wanted)
 
 
 def _tflops(device: Device, wanted: Sequence[str]) -> float:
     """The first rate that a device has; where it tells none, what devices of its kind have at least."""
-    rates = (device.tflops.get(name) for name in (*wanted, "fp32"))
-    found = next((rate for rate in rates if rate), None)
+    rates = {"int8": 2 * device.tflops.get("fp16", 0), **device.tflops}  # so it is where there is int8 at all
+    found = next((rates[name] for name in (*wanted, "fp32") if rates.get(name)), None)
     return found * 1e12 if found else UNKNOWN_RATE[device.kind] * device.bandwidth
 
 

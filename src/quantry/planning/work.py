@@ -173,7 +173,7 @@ def _kind(checkpoint: Checkpoint, recipe: Recipe | None, found: Stored) -> tuple
     if scheme.weight.is_cast:
         return "16-bit", scheme.weight.kind
     if recipe.format == GGUF:
-        return "blocks", scheme.weight.kind
+        return "blocks", _main_type(found)
     if scheme.activation:
         return "8-bit", INPUTS[scheme.activation.grid.kind]
     return "weight-only", found.dtype
@@ -182,12 +182,17 @@ def _kind(checkpoint: Checkpoint, recipe: Recipe | None, found: Stored) -> tuple
 def _stored_kind(checkpoint: Checkpoint, found: Stored) -> tuple[Kind, str]:
     """The kind of what is stored already; how inputs are treated is not told by headers and taken as 16 bit."""
     if checkpoint.format == GGUF:
-        sizes: Counter[str] = Counter()
-        for weight, times in _weights(found).items():
-            sizes[weight.dtype] += found.size(weight) * times
-        most = sizes.most_common(1)[0][0].lower()
+        most = _main_type(found)
         return ("16-bit", most) if most.upper() in FLOATS else ("blocks", most)
     return ("weight-only" if quantization(checkpoint) else "16-bit"), found.dtype
+
+
+def _main_type(found: Stored) -> str:
+    """The type of most of a GGUF file: not what its mixture is named by, where rows do not suit that."""
+    sizes: Counter[str] = Counter()
+    for weight, times in _weights(found).items():
+        sizes[weight.dtype] += found.size(weight) * times
+    return sizes.most_common(1)[0][0].lower()
 
 
 def _pairs(text: Mapping[str, Any], layers: int) -> float:
