@@ -4,10 +4,11 @@
 
 For each fit: the numbers to write into factors.toml, the error of every table, and what a fit that has not seen a batch
 size predicts for it. The sum of the squares of the logarithms of predicted over measured time is made small; of their
-fourth powers for a fit with a `target`, since there the largest error is what is promised, and points of the target count
-a hundredfold. There is one start, no random number, and far fewer free numbers than points.
+fourth powers for a fit with a `target`, since there the largest error is what is promised, and points of the target
+count a hundredfold. There is one start, no random number, and far fewer free numbers than points.
 """
 
+import json
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,6 +45,7 @@ class Point:
     scheme: str
     work: Work
     device: Device
+    devices: int
     compiled: bool
     phase: Literal["decode", "prefill"]
     batch: int
@@ -51,18 +53,20 @@ class Point:
     seconds: float
 
     def predict(self, factors: Factors) -> float:
-        place = Place(self.device, factors, compiled=self.compiled)
+        place = Place(self.device, factors, self.devices, self.compiled)
         if self.phase == "decode":
             return step_seconds(self.work, place, self.batch, self.tokens, SIXTEEN).total
         return prompt_seconds(self.work, place, self.batch, self.tokens)
 
     def error(self, factors: Factors) -> float:
-        return self.predict(factors) / self.seconds - 1
+        """Of tokens a second in decoding, of the time of prompts: as such figures are told."""
+        ratio = self.predict(factors) / self.seconds
+        return (1 / ratio if self.phase == "decode" else ratio) - 1
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A row of factors.toml, the tables it is fitted to, and its free numbers with their start; "+" ties two together."""
+    """A row of factors.toml, the tables it is fitted to, its free numbers with their start; "+" ties two together."""
 
     row: str
     tables: tuple[str, ...]
@@ -95,7 +99,7 @@ FITS = (
     Fit(
         "llama.cpp x86",
         ("core",),
-        {"layer_us.16-bit+launch_us.16-bit": 20, "compute.16-bit": 0.5, "compute.blocks": 0.6, "compute.blocks q8_0": 0.6,
+        {"unpack": 1, "compute.16-bit": 0.5, "compute.blocks": 0.6, "compute.blocks q8_0": 0.6,
          "compute.blocks q5_0": 0.6, "compute.blocks q4_0": 0.6, "attention": 0.2, "attention_step": 0.1, "pad": 4},
     ),
     Fit("llama.cpp arm", ("pi5",), {"bandwidth": 0.7}),
@@ -110,18 +114,23 @@ def points(prefixes: Iterable[str]) -> list[Point]:
 
 
 def _points(row: Mapping[str, Any]) -> list[Point]:
+    """The points of one table."""
     found = []
+    changes = json.dumps(row.get("changes", {}))
     for scheme in row["schemes"]:
-        name = " ".join(filter(None, (scheme["preset"], scheme.get("format"))))
-        work = _work(row["model"], repr(row.get("changes", {})), scheme["preset"], scheme.get("format"))
+        form = scheme.get("format")
+        given = {
+            "table": row["name"],
+            "weight": TARGET if row.get("target") else row.get("weight", 1),
+            "scheme": scheme["preset"] + (f" {form}" if form else ""),
+            "work": _work(row["model"], changes, scheme["preset"], form),
+            "device": _device(row),
+            "devices": row.get("devices", 1),
+            "compiled": row.get("setup", "compiled") == "compiled",
+        }
         for phase in ("decode", "prefill"):
             for batch, tokens, milliseconds in scheme.get(phase, ()):
-                found.append(
-                    Point(
-                        row["name"], TARGET if row.get("target") else row.get("weight", 1), name, work, _device(row),
-                        row.get("setup", "compiled") == "compiled", phase, batch, tokens, milliseconds / 1e3,  # type: ignore[arg-type]
-                    )
-                )  # fmt: skip
+                found.append(Point(**given, phase=phase, batch=batch, tokens=tokens, seconds=milliseconds / 1e3))
     return found
 
 
@@ -133,16 +142,14 @@ def _work(model: str, changes: str, preset: str, form: str | None) -> Work:
 @cache
 def _checkpoint(model: str, changes: str) -> Checkpoint:
     found = open_model(model)
-    return from_config({**found.config, **eval(changes)}, model) if changes != "{}" else found
+    return from_config({**found.config, **json.loads(changes)}, model) if changes != "{}" else found
 
 
 def _device(row: Mapping[str, Any]) -> Device:
     if "machine" not in row:
         return next(device for device in catalogue() if device.name == row["device"])
     own = row["machine"]
-    return Device(
-        own["name"], "x86", own["kind"], own["family"], None, 0, 0, own["bandwidth"] * 1e9, own["tflops"]
-    )
+    return Device(own["name"], "x86", own["kind"], own["family"], None, 0, 0, own["bandwidth"] * 1e9, own["tflops"])
 
 
 def base_row(name: str) -> dict[str, Any]:
@@ -221,34 +228,43 @@ def summary(factors: Factors, known: Iterable[Point]) -> dict[str, Any]:
     }
 
 
+def left_out(fit: Fit, known: Sequence[Point]) -> dict[int, dict[str, float]]:
+    """The largest errors at each batch size of the target, by fits that have not seen it."""
+    found: dict[int, dict[str, float]] = {}
+    targets = [point for point in known if point.weight == TARGET]
+    for batch in sorted({point.batch for point in targets}):
+        blind = leave_out(fit, known, batch)
+        unseen = [point for point in targets if point.batch == batch]
+        found[batch] = {
+            phase: round(max(abs(point.error(blind)) for point in unseen if point.phase == phase), 3)
+            for phase in ("decode", "prefill")
+        }
+    return found
+
+
+def report(fit: Fit) -> dict[str, Any]:
+    """A fit with its errors, printed as it goes."""
+    known = points(fit.tables)
+    numbers = solve(fit, known)
+    factors = read_factors(placed(base_row(fit.row), numbers))
+    errors = summary(factors, known)
+    most = float(np.quantile([abs(point.error(factors)) for point in known], 0.9))
+    print(f"{fit.row}: {len(numbers)} free numbers, {len(known)} points, nine of ten errors below {most:.3f}")
+    for name, value in numbers.items():
+        print(f"    {name} = {value:.3g}")
+    for name, row in errors.items():
+        print(f"    {name:32} {row['points']:4} points, largest error {row['largest']:.3f}, mean {row['mean']:.3f}")
+    unseen = left_out(fit, known)
+    for batch, largest in unseen.items():
+        print(f"    without batch {batch}: decode {largest['decode']:.3f}, prefill {largest['prefill']:.3f}")
+    rounded = {name: float(f"{value:.4g}") for name, value in numbers.items()}
+    return {"numbers": rounded, "nine_of_ten": round(most, 3), "errors": errors, "left_out": unseen}
+
+
 def main(wanted: Sequence[str]) -> None:
     from measure import keep
 
-    results: dict[str, Any] = {}
-    for fit in FITS:
-        if wanted and fit.row not in wanted:
-            continue
-        known = points(fit.tables)
-        numbers = solve(fit, known)
-        factors = read_factors(placed(base_row(fit.row), numbers))
-        errors = summary(factors, known)
-        print(f"{fit.row}: {len(numbers)} free numbers, {len(known)} points")
-        for name, value in numbers.items():
-            print(f"    {name} = {value:.3g}")
-        for name, row in errors.items():
-            print(f"    {name:32} {row['points']:4} points, largest error {row['largest']:.3f}, mean {row['mean']:.3f}")
-        results[fit.row] = {"numbers": {name: float(f"{value:.4g}") for name, value in numbers.items()}, "errors": errors}
-        targets = [point for point in known if point.weight == TARGET]
-        if not targets:
-            continue
-        results[fit.row]["left_out"] = {}
-        for batch in sorted({point.batch for point in targets}):
-            blind = leave_out(fit, known, batch)
-            unseen = [point for point in targets if point.batch == batch]
-            largest = {phase: max(abs(p.error(blind)) for p in unseen if p.phase == phase) for phase in ("decode", "prefill")}
-            print(f"    without batch {batch}: " + ", ".join(f"{phase} {error:.3f}" for phase, error in largest.items()))
-            results[fit.row]["left_out"][batch] = {phase: round(error, 3) for phase, error in largest.items()}
-    keep("fit_speed", {"fits": results})
+    keep("fit_speed", {"fits": {fit.row: report(fit) for fit in FITS if not wanted or fit.row in wanted}})
 
 
 if __name__ == "__main__":

@@ -33,17 +33,30 @@ class Maker(Protocol):
 
 
 class Reader:
-    """The weights of a checkpoint, on the computing device."""
+    """The weights of a checkpoint, on the computing device.
+
+    For the CPU they are mapped. For a GPU each is read into one pinned buffer and sent on a stream of its own, while
+    the GPU is still at the weight before.
+    """
 
     def __init__(self, checkpoint: Checkpoint, weights: MappedWeights, device: torch.device) -> None:
         self._tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
         self._weights, self.device = weights, device
-        self._pinned = torch.empty(0, dtype=torch.uint8)
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._pinned = torch.empty(0, dtype=torch.uint8)
+        self._held = ""  # the tensor that is in the buffer
 
     def get(self, name: str) -> Tensor:
-        """A tensor as it is stored, mapped."""
-        return self._weights.get(self._tensors[name])
+        """A tensor as it is stored; on its way to a GPU it lasts until the next is asked for."""
+        tensor = self._tensors[name]
+        if self._copies is None or tensor.nbytes == 0:
+            return self._weights.get(tensor)
+        if self._pinned.numel() < tensor.nbytes:
+            self._held, self._pinned = "", torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=True)
+        if self._held != name:
+            self._weights.read(tensor, self._pinned)
+            self._held = name
+        return self._pinned[: tensor.nbytes].view(DTYPES[tensor.dtype]).view(tensor.shape)
 
     def matrix(self, source: Linear | Source, name: str) -> Tensor:
         """A matrix (or vector) out of a tensor that may hold a stack of them."""
@@ -53,19 +66,17 @@ class Reader:
         weight = weight.t() if source.flip else weight
         return weight[slice(*source.rows)].contiguous() if source.rows else weight
 
-    def upload(self, weight: Tensor, name: str) -> Tensor:
-        """The weight on the computing device, refused if it is not all finite.
+    def lasting(self, weight: Tensor) -> Tensor:
+        """A weight that is not sent anywhere, and is still there when the next is read."""
+        return weight if self._copies is None else weight.clone()
 
-        To a GPU it goes through one pinned buffer on a stream of its own: the GPU is still at the weight before.
-        """
+    def upload(self, weight: Tensor, name: str) -> Tensor:
+        """The weight on the computing device, refused if it is not all finite."""
         if self._copies is None:
             check_finite(weight, name)
             return weight
-        if self._pinned.numel() < weight.numel() * weight.itemsize:
-            self._pinned = torch.empty(weight.numel() * weight.itemsize, dtype=torch.uint8, pin_memory=True)
-        staged = self._pinned[: weight.numel() * weight.itemsize].view(weight.dtype).view(weight.shape).copy_(weight)
         with torch.cuda.stream(self._copies):
-            sent = staged.to(self.device, non_blocking=True)
+            sent = weight.to(self.device, non_blocking=True)
             check_finite(sent, name)
         self._copies.synchronize()  # from here on the buffer is free, and any stream may read what was sent
         sent.record_stream(torch.cuda.current_stream())
@@ -87,7 +98,7 @@ class Quantizer:
         """The stored tensors of a piece, in the order of its entries."""
         if isinstance(piece, Keep):
             weight = self._linear(piece.linear) if piece.linear else self._reader.get(piece.source)
-            yield piece.name, cast(weight, DTYPES[piece.entry[1]], piece.name)
+            yield piece.name, cast(self._reader.lasting(weight), DTYPES[piece.entry[1]], piece.name)
         elif isinstance(piece, Quantize):
             yield from self._quantize(piece)
 

@@ -8,11 +8,19 @@ step; the answer what one sequence may take at most.
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.attention.mla_attention import (  # type: ignore[import-not-found, unused-ignore]
+    MLACommonBackend,
+)
+from vllm.utils.torch_utils import nvfp4_kv_cache_full_dim  # type: ignore[import-not-found, unused-ignore]
+from vllm.v1.attention.backends.triton_attn import (  # type: ignore[import-not-found, unused-ignore]
+    TritonAttentionBackend,
+)
 from vllm.v1.core import kv_cache_utils as utils  # type: ignore[import-not-found, unused-ignore]
 from vllm.v1.kv_cache_interface import (  # type: ignore[import-not-found, unused-ignore]
     FullAttentionSpec,
@@ -28,6 +36,19 @@ DTYPES = {KVQuantMode.NONE: torch.bfloat16}
 
 
 def spec(layer: dict[str, Any], kind: str, block: int, page: int) -> Any:
+    """A layer as its attention backend lays it out: FlashInfer for NVFP4, which is as its sources have it, or Triton."""
+    found = plain(layer, kind, block, page)
+    if layer["kind"] == "recurrent":
+        return found
+    if found.kv_quant_mode.is_nvfp4:
+        return replace(
+            found, num_head_slots=2 * layer["heads"], state_content_bytes=nvfp4_kv_cache_full_dim(layer["key"])
+        )
+    backend = MLACommonBackend if layer["kind"] == "mla" else TritonAttentionBackend
+    return backend.customize_spec(found)
+
+
+def plain(layer: dict[str, Any], kind: str, block: int, page: int) -> Any:
     mode = get_kv_quant_mode(kind)
     dtype = DTYPES.get(mode, torch.uint8)
     if layer["kind"] == "recurrent":
@@ -36,7 +57,12 @@ def spec(layer: dict[str, Any], kind: str, block: int, page: int) -> Any:
         )
     if layer["kind"] == "mla":
         return MLAAttentionSpec(
-            block_size=block, num_kv_heads=1, head_size=layer["key"] + layer["value"], dtype=dtype, kv_quant_mode=mode
+            block_size=block,
+            num_kv_heads=1,
+            head_size=layer["key"] + layer["value"],
+            head_size_v=0,
+            dtype=dtype,
+            kv_quant_mode=mode,
         )
     rest = {
         "block_size": block,

@@ -39,9 +39,8 @@ class Layer:
 
     def token_bytes(self, kind: CacheType) -> int:
         """Bytes of one token; all of a kind share a row, so blocks of a type may span heads."""
-        sides = 1 if self.kind == "mla" else 2
         numbers = self.heads * (self.key + self.value)
-        return ceil(numbers * kind.bits / 8) + self.heads * sides * kind.head_bytes
+        return ceil(numbers * kind.bits / 8) + self.heads * 2 * kind.head_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from quantry.arch.attention import block_count
+from quantry.checkpoint.gguf import block_sizes
 from quantry.devices import Device, Hardware
 from quantry.engines import latest
 from quantry.errors import QuantryError
@@ -165,7 +166,18 @@ def planned_presets(request: Request) -> list[Preset]:
 def find(
     request: Request, only: Sequence[str] | None = None, offload: bool = True
 ) -> tuple[list[Candidate], list[Refused]]:
-    """All that runs and fits, and all that does not; `only` some presets, or none in the host's memory, if so wished."""
+    """All that runs and fits, and all that does not; `only` some presets, where that is enough.
+
+    Layers go to the host's memory only where nothing fits without, and `offload` allows it.
+    """
+    found, refused = _search(request, only, offload=False)
+    if not found and offload and request.device.kind == "gpu":
+        found, more = _search(request, only, offload=True)
+        refused = more if not found else refused
+    return found, refused
+
+
+def _search(request: Request, only: Sequence[str] | None, offload: bool) -> tuple[list[Candidate], list[Refused]]:
     found: list[Candidate] = []
     refused: list[Refused] = []
     chosen = [one for one in planned_presets(request) if only is None or one.name in only]
@@ -202,7 +214,9 @@ def _try(request: Request, chosen: Preset, engine: str, offload: bool) -> tuple[
 
 def _least_bytes(request: Request, chosen: Preset) -> float:
     """What the weights take at the very least, to spare the exact count where that is too much already."""
-    return request.parameters * chosen.scheme.weight.bits / 8 * 0.98
+    kind = chosen.scheme.weight.kind.upper()
+    sizes = {name: nbytes / weights for name, weights, nbytes in block_sizes().values()} if chosen.file_type else {}
+    return request.parameters * sizes.get(kind, chosen.scheme.weight.bits / 8) * 0.98
 
 
 def _most_bytes(request: Request, engine: str, offload: bool) -> float:
@@ -312,8 +326,8 @@ def _candidate(
     workload = replace(request.workload, concurrency=-(-request.workload.concurrency // replicas))
     settings = Settings(sequences=workload.concurrency) if engine not in LAYERED else Settings()
     deployment = Deployment(
-        request.checkpoint, recipe, engine, request.device, version, kv, tensor, pipeline, None, settings
-    )
+        request.checkpoint, recipe, engine, request.device, version, kv, tensor, pipeline, None, settings, keep_odd=True
+    )  # nothing odd is left: feasibility has refused it
     one = Candidate(
         recipe,
         engine,

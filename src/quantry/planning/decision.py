@@ -265,7 +265,7 @@ def _check_possible(request: Request, found: Sequence[Candidate], refused: Seque
 
 def _weights(request: Request, recipe: Recipe) -> float:
     try:
-        return memory.weights_bytes(request.checkpoint, recipe)
+        return memory.weights_bytes(request.checkpoint, recipe, keep_odd=True)
     except QuantryError:
         return float("inf")
 
@@ -362,7 +362,7 @@ def _option(request: Request, scored: _Scored) -> Option:
     ruling = judge(scored.facts)
     grid = one.recipe.preset.scheme.weight
     points = scored.points
-    cost = memory.job_cost(request.checkpoint, one.recipe)
+    cost = memory.job_cost(request.checkpoint, one.recipe, keep_odd=True)
     dollars = throughput.tokens_per_dollar(_of_all(one, speed), request.hardware, request.workload)
     return Option(
         preset=one.recipe.preset.name,
@@ -570,10 +570,14 @@ def _more(request: Request) -> Near | None:
 
 
 def _other(request: Request) -> Near | None:
-    """The machine of the catalogue with the least memory that holds it, and of those the cheapest."""
-    machines = [(device.memory * count, device.price or 1e9, device, count) for device in catalogue()
-                for count in (COUNTS if device.kind == "gpu" else (1,)) if device.name != request.device.name and device.price]  # fmt: skip
-    for _, _, device, count in sorted(machines, key=lambda one: one[:2]):
+    """The cheapest machine of the catalogue that holds it."""
+    machines = [
+        (device.price * count, device, count)
+        for device in catalogue()
+        for count in (COUNTS if device.kind == "gpu" else (1,))
+        if device.price and device.name != request.device.name
+    ]
+    for _, device, count in sorted(machines, key=lambda one: one[0]):
         if device.memory * count <= request.hardware.memory:
             continue
         near = _fit(request, _several(device, count, request.hardware))
@@ -607,5 +611,5 @@ def _fit(request: Request, hardware: Hardware) -> tuple[str, str, int] | None:
     found, _ = find(tried, FEW, offload=False)
     if not found:
         return None
-    best = max(found, key=lambda one: quality({**tried.facts, **one.facts}).points)
+    best = max(found, key=lambda one: quality({**tried.facts, **one.facts}).points + engine_rows()[one.engine].points)
     return best.recipe.preset.name, best.engine, best.footprint.per_device

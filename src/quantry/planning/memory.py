@@ -14,6 +14,7 @@ from quantry.arch.attention import block_count, context_length, text_config
 from quantry.arch.parts import TOWERS
 from quantry.devices import Device
 from quantry.errors import QuantryError
+from quantry.pieces import STORED, main_dtype
 from quantry.planning.buffers import Place, buffers, widths
 from quantry.planning.cache import Layer, Sequences, check_states, layers_of, pool
 from quantry.planning.terms import (
@@ -192,16 +193,24 @@ def notes(checkpoint: Checkpoint, workload: Workload) -> tuple[str, ...]:
 def job_cost(checkpoint: Checkpoint, recipe: Recipe, device: str = "cpu", keep_odd: bool = False) -> JobCost:
     """Peak memory and disk of quantizing: one layer at a time is in memory, and only the result is written."""
     found, row = stored(checkpoint, recipe, keep_odd), job_terms()
-    worked = [weight for weight in found if weight.grid is not None or weight.dtype not in FLOATS]
+    kind = _work(checkpoint, recipe, found)
+    rate = next(one for one in row["rates"] if kind in one["kinds"])
+    worked = [one for one in found if kind == "cast" or one.grid is not None or one.dtype not in FLOATS]
     largest = max((prod(weight.shape) for weight in worked), default=0)
-    kind = "gguf" if recipe.format == "gguf" else recipe.preset.fit if worked else "cast"
-    rate = next((one for one in row["rates"] if kind in one["fits"]), row["rates"][-1])
-    gpu = device != "cpu"
     return JobCost(
         ram=int(rate["process_mib"] * MIB + largest * rate["ram"]),
-        vram=int(row["context_mib"] * MIB + largest * rate["vram"]) if gpu else 0,
+        vram=0 if device == "cpu" else int(row["context_mib"] * MIB + largest * rate["vram"]),
         disk=found.bytes,
     )
+
+
+def _work(checkpoint: Checkpoint, recipe: Recipe, found: Stored) -> str:
+    """What is done to a layer, by the name of its row in terms.toml."""
+    if recipe.format in ("gguf", "bitsandbytes"):
+        return recipe.format
+    if recipe.preset.scheme.weight.is_cast:
+        return "copy" if STORED[found.dtype] == main_dtype(checkpoint) else "cast"
+    return recipe.preset.fit or "mse"
 
 
 # ---- the share of each device ----
@@ -236,11 +245,8 @@ def _shares(deployment: Deployment, workload: Workload) -> Iterator[Share]:
 
 
 def _checked(workload: Workload) -> Workload:
-    for word, value in (
-        ("context", workload.context),
-        ("concurrency", workload.concurrency),
-        ("prompt", workload.prompt),
-    ):
+    for word in ("context", "concurrency", "prompt"):
+        value = getattr(workload, word)
         if type(value) is not int or not 1 <= value < 1 << 31:
             raise QuantryError(f"a {word} of {value} is not a number of 1 or more", fix=f"give a positive --{word}")
     return workload
@@ -285,6 +291,8 @@ def _places(deployment: Deployment, blocks: int) -> Iterator[tuple[Place, range,
         raise QuantryError(f"{stages} pipeline stages for {blocks} layers", fix=f"use 1 to {blocks}")
     if deployment.offload_layers is not None and deployment.terms.pipeline != "layers":
         raise QuantryError(f"{deployment.engine} does not offload single layers", fix="use llama.cpp")
+    if deployment.offload_layers and device.kind == "cpu":
+        raise QuantryError(f"{device.name} has no GPU to offload layers to", fix="leave --offload-layers out")
     if deployment.terms.pipeline == "layers" and device.kind == "gpu":
         yield from _offloaded(deployment, blocks)
         return

@@ -11,15 +11,15 @@ operations for each weight and token; so few sequences wait for memory and many 
               + exchange                                             all-reduce, where devices share each layer
     prompt(n) = |step + launch L, the same sums for n tokens|        a norm: the host launches ahead of the device
 
-B is the device's bandwidth, R its rate for the type that is multiplied, S that of plain 32-bit arithmetic, each times the
-share that an engine reaches of it; A is such a share of the 16-bit rate. L counts layers. A weight-only scheme multiplies
-in 16 bit: at many sequences it computes as much as bf16 does and unpacks besides, which is why it stops paying, while
-8-bit inputs run at twice the rate. Of a mixture E (1 - (1 - k/E)^b) of E experts are read. Layers left on the host run at
-the host's speed one after the other (llama.cpp), or their weights cross the bus in every step.
+B is the device's bandwidth, R its rate for the type that is multiplied, S that of plain 32-bit arithmetic, each times
+the share that an engine reaches of it; A is such a share of the 16-bit rate. L counts layers. A weight-only scheme
+multiplies in 16 bit: at many sequences it computes as much as bf16 does and unpacks besides, which is why it stops
+paying, while 8-bit inputs run at twice the rate. Of a mixture E (1 - (1 - k/E)^b) of E experts are read. Layers left on
+the host run at the host's speed one after the other (llama.cpp), or their weights cross the bus in every step.
 
 The shares and times are in factors.toml, by engine and family of devices. benchmarks/fit_speed.py fits them to what was
-measured (benchmarks/measurements.toml). Where nothing was, a row names the one it is like and says how far off it may be:
-`Prediction.spread` is that share, and `measured` tells the two apart. A step is of the mean context of an answer.
+measured (benchmarks/measurements.toml). Where nothing was, a row names the one it is like and says how far off it may
+be: `Prediction.spread` is that share, and `measured` tells the two apart. A step has the mean context of an answer.
 """
 
 import tomllib
@@ -41,7 +41,11 @@ HALF = 2  # bytes of a 16-bit number
 SIXTEEN = {"bf16": ("bf16", "fp16", "fp32"), "f16": ("fp16", "bf16", "fp32")}
 BUS = 64e9  # bytes a second from the host to a device whose own link is to its peers (PCIe 5)
 MICRO_BATCH = 512  # tokens for which llama.cpp brings weights of the host to the device at once
-UNKNOWN_RATE = {"gpu": 75, "unified": 30, "cpu": 10}  # operations for each byte of bandwidth, the least of the catalogue
+UNKNOWN_RATE = {
+    "gpu": 75,
+    "unified": 30,
+    "cpu": 10,
+}  # operations for each byte of bandwidth, the least of the catalogue
 MOST = 4096  # sequences up to which a break-even is looked for
 RIVALS = {"gguf": ("gguf-f16", "gguf-q8_0"), "": ("bf16", "fp8-dynamic", "w8a8")}
 
@@ -151,7 +155,9 @@ class BreakEven:
         better = {name: at for name, at in self.overtaken.items() if at is not None and at <= self.batch}
         if not better:
             ahead = [f"{name} from {at}" for name, at in self.overtaken.items() if at is not None]
-            return f"{self.preset} pays at {self.batch} at once" + (f"; overtaken by {', '.join(ahead)}" if ahead else "")
+            return f"{self.preset} pays at {self.batch} at once" + (
+                f"; overtaken by {', '.join(ahead)}" if ahead else ""
+            )
         named = ", ".join(f"{name} (from {at} at once)" for name, at in better.items())
         return f"{self.preset} saves memory but no time at {self.batch} at once: no slower is {named}"
 
@@ -232,9 +238,7 @@ def break_even(
     )
 
 
-def tokens_per_dollar(
-    speed: Speed, hardware: Hardware, workload: Workload, price: float | None = None
-) -> float | None:
+def tokens_per_dollar(speed: Speed, hardware: Hardware, workload: Workload, price: float | None = None) -> float | None:
     """Tokens of answers for one unit of the price, which is for an hour of all devices; None where none is known.
 
     The device reads each prompt before it answers: prompts at the prefill of a full batch, where that is known.
@@ -360,7 +364,7 @@ def _exchange_seconds(work: Work, place: Place, tokens: float) -> float:
     link, number = place.device.link, place.devices
     if number == 1 or not link.bandwidth:
         return 0.0
-    wait = _data()["links"][link.kind]["latency_us"] * 1e-6
+    wait = float(_data()["links"][link.kind]["latency_us"]) * 1e-6
     message = tokens * work.hidden * HALF / link.bandwidth
     if place.shared() == 1:
         return (number - 1) * (wait + message)
@@ -381,9 +385,9 @@ def _attention_rate(place: Place, share: float | None = None) -> float:
 
 def _tflops(device: Device, wanted: Sequence[str]) -> float:
     """The first rate that a device has; where it tells none, what devices of its kind have at least."""
-    rates = {"int8": 2 * device.tflops.get("fp16", 0), **device.tflops}  # so it is where there is int8 at all
-    found = next((rates[name] for name in (*wanted, "fp32") if rates.get(name)), None)
-    return found * 1e12 if found else UNKNOWN_RATE[device.kind] * device.bandwidth
+    rates = {"int8": 2 * device.tflops.get("fp16", 0.0), **device.tflops}  # so it is where there is int8 at all
+    found = next((rates[name] for name in (*wanted, "fp32") if rates.get(name)), 0.0)
+    return found * 1e12 or UNKNOWN_RATE[device.kind] * device.bandwidth
 
 
 def _of(table: Mapping[str, float], kind: Kind, detail: str) -> float:
@@ -437,9 +441,9 @@ def _check(hardware: Hardware, batch: int, tensor_parallel: int, offload: float)
 
 def factors_for(engine: str, device: Device) -> Factors:
     """The factors of an engine on a device: of its family, else of its kind."""
-    rows = [row for row in _factors() if row.engine == engine]
+    rows = [row for row in _factors() if row.engine == _data()["aliases"].get(engine, engine)]
     if not rows:
-        known = tuple(dict.fromkeys(row.engine for row in _factors()))
+        known = tuple(dict.fromkeys((*(row.engine for row in _factors()), *_data()["aliases"])))
         raise UnknownNameError(f"unknown engine {engine!r}", fix=registry.suggest(engine, known))
     for wanted in (device.family, device.kind):
         for row in rows:

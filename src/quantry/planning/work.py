@@ -1,8 +1,8 @@
 """The work of one step of a model: which bytes it must read and how much it must compute, told from headers.
 
-Weights are those that the quantization will store (weights.py). A step reads what its tokens need: all dense weights once,
-of a mixture the experts that its tokens choose, the head (or the embedding that serves as one), and the cache of each
-sequence. Towers for images, drafts for speculation and the rows of the embedding are left out.
+Weights are those that the quantization will store (weights.py). A step reads what its tokens need: all dense weights
+once, of a mixture the experts that its tokens choose, the head (or the embedding that serves as one), and the cache of
+each sequence. Towers for images, drafts for speculation and the rows of the embedding are left out.
 """
 
 import re

@@ -1,0 +1,178 @@
+"""`quantry plan`: which precision, format, engine and flags, what it costs in memory and speed, and why."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.text import Text
+
+    from quantry.planning.decision import Option, Plan
+
+BAR = 40  # characters of a full bar
+SHOWN = 6  # options in the table
+PARTS = (("weights", "cyan"), ("kv_cache", "green"), ("activations", "yellow"), ("overhead", "magenta"))
+
+
+def command(
+    model: Annotated[
+        str, typer.Argument(help="A folder, a config.json, a hub id, the word demo or a well-known name: llama-3.1-8b.")
+    ],
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", help='The machine: "2x RTX 3090", "M2 16GB", "cpu"; this one if left out.')
+    ] = None,
+    use: Annotated[
+        str | None, typer.Option("--for", help="What it is for: general, high-throughput, rag, edge, medical, ...")
+    ] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens a sequence may reach.")] = None,
+    concurrency: Annotated[int | None, typer.Option(help="Sequences at the same time.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Plan for this engine only.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Memory that may be used in all, such as 8GiB.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the JSON to this file, for `quantry quantize --plan`.")
+    ] = None,
+) -> None:
+    """Say which preset, format, engine and flags suit a model, a machine and a use, and why."""
+    from json import dumps
+
+    from quantry.planning.decision import plan
+
+    found = plan(model, gpu=gpu, use=use, context=context, concurrency=concurrency, engine=engine, budget=budget)
+    text = dumps(found.to_dict(), indent=2)
+    if output is not None:
+        _write(output, text)
+    if json:
+        typer.echo(text)
+    else:
+        from rich.console import Console
+
+        console = Console(highlight=False)
+        for item in picture(found):
+            console.print(item)
+    if not found.fits:
+        raise typer.Exit(1)
+
+
+def _write(path: Path, text: str) -> None:
+    from quantry.errors import OutputError
+
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}", fix="give -o another file") from error
+
+
+def picture(plan: "Plan") -> list["RenderableType"]:
+    """A plan as a person would rather see it: the best option in full, the others in a table."""
+    from rich.text import Text
+
+    found: list[RenderableType] = [_head(plan)]
+    if not plan.options:
+        return [*found, "", *_nothing(plan), *(Text(note, "yellow") for note in plan.notes)]
+    best = plan.options[0]
+    found += ["", _title(best), *_bar(best), ""]
+    found += [Text(f"  + {reason}") for reason in best.reasons]
+    found += [Text(f"  ! {warning}", "yellow") for warning in best.warnings]
+    found += ["", *_commands(best), "", _table(plan.options[:SHOWN])]
+    if plan.refused:
+        found += ["", Text(f"{len(plan.refused)} kinds of options are refused (--json says which and why)", "dim")]
+    return [*found, *(Text(note, "yellow") for note in plan.notes)]
+
+
+def _head(plan: "Plan") -> "Text":
+    from rich.text import Text
+
+    load = plan.workload
+    text = Text(plan.model["source"], "bold")
+    text.append(f" ({plan.model['parameters'] / 1e9:,.2f} billion parameters) on {plan.hardware['name']}", "")
+    sequences = f"{load['concurrency']} sequence{'s' if load['concurrency'] > 1 else ''}"
+    text.append(f", {plan.use}: {sequences} of {load['context']:,} tokens", "not bold")
+    return text
+
+
+def _title(option: "Option") -> "Text":
+    from rich.text import Text
+
+    text = Text(f"{option.preset} in {option.engine} {option.version}", "bold green")
+    text.append(f"  {option.quality}, {_speed(option)}{_cost(option)}", "not bold default")
+    return text
+
+
+def _speed(option: "Option") -> str:
+    speed = option.speed
+    measured = "" if speed["measured"] else f" (±{speed['spread']:.0%})"
+    return f"{speed['decode_tokens_per_s']:,.0f} tokens/s{measured}, first token after {speed['first_token_s']:.2g} s"
+
+
+def _cost(option: "Option") -> str:
+    tokens = option.cost["tokens_per_usd"]
+    return f", {tokens / 1e6:,.2f} million tokens a dollar" if tokens else ""
+
+
+def _bar(option: "Option") -> list["Text"]:
+    """Memory by part, as a share of what may be filled on all devices."""
+    from rich.text import Text
+
+    from quantry.cli.inspect import human_bytes
+
+    memory, line, words = option.memory, Text("  "), Text("  ")
+    whole = max(memory["limit"] * option.layout["devices"] + memory["host"], memory["total"])
+    for name, style in PARTS:
+        line.append("█" * max(round(BAR * memory[name] / whole), 1 if memory[name] else 0), style)
+        words.append(f"{name.replace('_', ' ')} {human_bytes(memory[name])}  ", style)
+    line.append("░" * max(0, BAR + 2 - len(line)), "dim")
+    line.append(f" {human_bytes(memory['per_device'])} of {human_bytes(memory['limit'])} on each device")
+    return [line, words]
+
+
+def _commands(option: "Option") -> list["Text"]:
+    from shlex import join
+
+    from rich.text import Text
+
+    return [Text(f"$ {join(words)}", "bold", overflow="fold") for words in option.commands.values()]
+
+
+def _table(options: "tuple[Option, ...]") -> "RenderableType":
+    from rich.table import Table
+
+    from quantry.cli.inspect import human_bytes
+
+    table = Table(box=None, padding=(0, 1), header_style="dim")
+    right = ("memory", "tokens/s", "first token", "points")
+    for heading in ("", "preset", "engine", "cache", "devices", "at once", "quality", *right):
+        table.add_column(
+            heading, justify="right" if heading in (*right, "devices", "at once") else "left", no_wrap=True
+        )
+    for number, one in enumerate(options, 1):
+        table.add_row(
+            str(number), one.preset, one.engine, one.kv_cache_type, _devices(one), str(one.layout["concurrency"]),
+            one.quality, human_bytes(one.memory["total"]), f"{one.speed['decode_tokens_per_s']:,.0f}",
+            f"{one.speed['first_token_s']:.2g} s", f"{one.score['total']:.1f}",
+        )  # fmt: skip
+    return table
+
+
+def _devices(option: "Option") -> str:
+    layout: dict[str, Any] = option.layout
+    one = layout["devices"] // layout["replicas"]
+    return f"{layout['replicas']} x {one}" if layout["replicas"] > 1 else str(one)
+
+
+def _nothing(plan: "Plan") -> list["RenderableType"]:
+    """What to say when nothing fits: what does, and why not this."""
+    from rich.text import Text
+
+    from quantry.cli.inspect import human_bytes
+
+    found: list[RenderableType] = [Text("Nothing fits.", "bold red")]
+    for near in plan.nearest:
+        size = human_bytes(near.per_device)
+        found.append(
+            Text(f"  {near.what}: {near.change}, {near.preset} in {near.engine} ({size} on each device)", "green")
+        )
+    reasons = dict.fromkeys(f"  {row['engine']}: {row['why']}; {row['fix']}" for row in plan.refused)
+    return [*found, "", *(Text(reason, "dim") for reason in list(reasons)[:SHOWN])]
