@@ -1,6 +1,7 @@
 """Shared fixtures: small real files, written by the formats' own libraries."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores: threads of their own would only get in the way
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

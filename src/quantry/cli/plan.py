@@ -174,5 +174,6 @@ def _nothing(plan: "Plan") -> list["RenderableType"]:
         found.append(
             Text(f"  {near.what}: {near.change}, {near.preset} in {near.engine} ({size} on each device)", "green")
         )
-    reasons = dict.fromkeys(f"  {row['engine']}: {row['why']}; {row['fix']}" for row in plan.refused)
-    return [*found, "", *(Text(reason, "dim") for reason in list(reasons)[:SHOWN])]
+    rows = sorted(plan.refused, key=lambda row: row["short"] or float("inf"))
+    reasons = (f"  {row['engine']}, {', '.join(row['presets'])}: {row['why']}; {row['fix']}" for row in rows[:SHOWN])
+    return [*found, "", *(Text(reason, "dim") for reason in reasons)]

@@ -1,8 +1,8 @@
 """What could be done: presets, formats, engines, layouts over devices and cache types, less what cannot run or fit.
 
-Every preset that can be made today is tried with every engine: the first of its formats that the engine has a kernel for,
-with a smaller group where 128 does not divide the layers. Then each way to spread it over the devices, and a smaller cache
-where the plain one does not fit. Layers stay with the host (llama.cpp) only where nothing fits without.
+Every preset that can be made today is tried with every engine: the first of its formats that the engine has a kernel
+for, with a smaller group where 128 does not divide the layers. Then each way to spread it over the devices, and a
+smaller cache where the plain one does not fit. Layers stay with the host (llama.cpp) only where nothing fits without.
 """
 
 from collections.abc import Iterator, Sequence
@@ -289,7 +289,7 @@ def _fitting(
             one = _candidate(request, recipe, engine, version, checked, kv, tensor, pipeline, replicas)
             (found if fits(one, request) else short).append(one)
     if not found and offload and engine in LAYERED and request.device.kind == "gpu":
-        found = [one for one in map(lambda one: _offloaded(request, one), short) if one]
+        found = [one for one in (_offloaded(request, one) for one in short) if one]
     if found:
         return found, []
     if short:
@@ -344,19 +344,22 @@ def _candidate(
 
 def _fewer(request: Request, candidate: Candidate) -> Candidate:
     """The same for as many sequences as fit, where their number was not asked for."""
-    found = candidate
+    many = min(
+        candidate.workload.concurrency, int(memory.max_concurrency(candidate.deployment, candidate.workload.context))
+    )
+    found = _at_once(candidate, max(1, many))
     while found.workload.concurrency > 1 and not fits(found, request):
-        workload = replace(found.workload, concurrency=max(1, found.workload.concurrency * 3 // 4))
-        settings = (
-            replace(found.deployment.settings, sequences=workload.concurrency)
-            if found.engine not in LAYERED
-            else found.deployment.settings
-        )
-        deployment = replace(found.deployment, settings=settings)
-        found = replace(
-            found, workload=workload, deployment=deployment, footprint=memory.footprint_of(deployment, workload)
-        )
+        found = _at_once(found, max(1, found.workload.concurrency * 3 // 4))
     return found
+
+
+def _at_once(candidate: Candidate, many: int) -> Candidate:
+    """The same with another number of sequences."""
+    workload, deployment = replace(candidate.workload, concurrency=many), candidate.deployment
+    if candidate.engine not in LAYERED:
+        deployment = replace(deployment, settings=replace(deployment.settings, sequences=many))
+    footprint = memory.footprint_of(deployment, workload)
+    return replace(candidate, workload=workload, deployment=deployment, footprint=footprint)
 
 
 def _limit(request: Request, deployment: Deployment) -> int:
@@ -415,5 +418,8 @@ def _too_large(request: Request, candidate: Candidate) -> Refused:
 
 
 def gib(count: float) -> str:
-    """Bytes for people: 1.5 GiB, or MiB below a tenth of one."""
-    return f"{count / (1 << 30):,.1f} GiB" if count >= (1 << 30) / 10 else f"{count / (1 << 20):,.1f} MiB"
+    """Bytes for people: GiB, or a smaller unit below a tenth of one."""
+    for size, unit in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+        if count >= size / 10:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count:,.0f} bytes"

@@ -1,7 +1,7 @@
 """The commands of an option: quantize, verify, serve, as lists of words that a shell needs no quoting for.
 
-What an engine is started with goes by its version: every flag is looked up in engines/*.toml, and one that the version does
-not take is an error, never left out. Servers listen on 127.0.0.1.
+What an engine is started with goes by its version: every flag is looked up in engines/*.toml, and one that the version
+does not take is an error, never left out. Servers listen on 127.0.0.1.
 """
 
 import shlex

@@ -7,8 +7,8 @@ Where nothing fits, the plan names what is nearest: more devices, another device
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import log2
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from quantry.planning.candidates import (
 )
 from quantry.planning.commands import Serving, commands
 from quantry.planning.models import find_model, from_config, known_models, open_model
-from quantry.planning.rules import Facts, Quality, engine_rows, find_use, judge, quality
+from quantry.planning.rules import Facts, Quality, capability, engine_rows, find_use, judge, quality
 from quantry.planning.throughput import Prediction
 from quantry.recipe import Recipe
 from quantry.types import Checkpoint, Workload
@@ -42,8 +42,9 @@ SHOWN = 12  # options of a plan
 HALVING = 3.0  # points for half the speed
 AMPLE = 0.25  # share of the memory that is room enough
 SIZES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-FEW = ("fp8-dynamic", "w8a8", "w4a16", "gguf-q8_0", "gguf-q4_k_m")  # to look for what is nearest
+FEW = ("bf16", "fp8-dynamic", "w8a8", "w4a16", "gguf-q8_0", "gguf-q4_k_m")  # to look for what is nearest
 COUNTS = (1, 2, 4, 8)
+OLDEST = 75  # compute capability that is still suggested
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Option:
 class Near:
     """Something that does fit, where what was asked for does not."""
 
-    what: str  # "more devices", "another device", "a smaller model", "a shorter context"
+    what: str  # "more of the same", "another device", "a smaller model"
     change: str
     preset: str
     engine: str
@@ -246,7 +247,7 @@ def _check_possible(request: Request, found: Sequence[Candidate], refused: Seque
     """Refuses what contradicts itself: an engine that cannot run there, a budget below all weights."""
     if found:
         return
-    if request.engine and all(one.short is None for one in refused):
+    if request.engine and refused and all(one.short is None for one in refused):
         first = refused[0]
         raise QuantryError(
             f"--engine {request.engine} cannot serve {request.model} on {_name(request.hardware)}: {first.why}",
@@ -283,18 +284,40 @@ def _timed(request: Request, candidate: Candidate) -> "tuple[Candidate, Predicti
 
 def _ranked(request: Request, found: Sequence[tuple[Candidate, Prediction]]) -> tuple[Option, ...]:
     """Options by their points; of each preset and engine the best layout."""
-    whole = {one.engine: speed for one, speed in found if _is_sixteen(one) and not one.offloaded}
+    whole = any(_is_sixteen(one) and not one.offloaded for one, _ in found)
     best = max((_pace(request, one, speed) for one, speed in found), default=1.0)
     scored = []
     for one, speed in found:
-        plain = whole.get(one.engine)
-        facts = {**request.facts, **one.facts, "sixteen_fits": bool(whole)}
-        facts["speed_ratio"] = speed.decode_tokens_per_s / plain.decode_tokens_per_s if plain else None
+        facts = {**request.facts, **one.facts, "sixteen_fits": whole}
         scored.append(_Scored(one, facts, speed, quality(facts), _pace(request, one, speed) / best, request))
     ordered = sorted(scored, key=lambda one: one.total)
     distinct = {(one.candidate.recipe.preset.name, one.candidate.engine): one for one in ordered}  # the last is best
     kept = sorted(distinct.values(), key=lambda one: -one.total)[:SHOWN]
-    return tuple(_option(request, one) for one in kept)
+    return tuple(_option(request, one, _instead(one, kept)) for one in kept)
+
+
+def _advice(request: Request, scored: "_Scored") -> tuple[str, bool] | None:
+    """Whether 4-bit weights pay at this many sequences, for options that have them."""
+    one = scored.candidate
+    if scored.facts["scheme"] != "w4a16" or one.engine != "vllm":
+        return None
+    found = throughput.break_even(
+        request.checkpoint, one.recipe, one.engine, request.hardware, one.workload, one.workload.concurrency,
+        one.deployment.tensor_parallel,
+    )  # fmt: skip
+    return found.advice, any(at is not None and at <= found.batch for at in found.overtaken.values())
+
+
+def _instead(scored: "_Scored", ranked: Sequence["_Scored"]) -> str | None:
+    """Why the option that rules like best is not the first: beside its weights it holds too few sequences."""
+    liked = max(ranked, key=lambda one: one.points["rules"])
+    mine, theirs = scored.sequences, liked.sequences
+    if scored is not ranked[0] or liked is scored or 2 * theirs > mine:
+        return None
+    return (
+        f"{liked.candidate.recipe.preset.name} would be the choice, but beside its weights it holds "
+        f"{theirs} at once, and this {mine}"
+    )
 
 
 def _is_sixteen(candidate: Candidate) -> bool:
@@ -313,6 +336,10 @@ class _Scored:
     request: Request
 
     @property
+    def sequences(self) -> int:
+        return self.candidate.workload.concurrency * self.candidate.replicas
+
+    @cached_property
     def points(self) -> dict[str, float]:
         use, one = self.request.use, self.candidate
         free = 1 - one.footprint.per_device / one.limit
@@ -357,9 +384,9 @@ def _pace(request: Request, candidate: Candidate, speed: Prediction) -> float:
 # ---- an option in full ----
 
 
-def _option(request: Request, scored: _Scored) -> Option:
+def _option(request: Request, scored: _Scored, instead: str | None) -> Option:
     one, speed = scored.candidate, scored.speed
-    ruling = judge(scored.facts)
+    ruling, advice = judge(scored.facts), _advice(request, scored)
     grid = one.recipe.preset.scheme.weight
     points = scored.points
     cost = memory.job_cost(request.checkpoint, one.recipe, keep_odd=True)
@@ -373,8 +400,7 @@ def _option(request: Request, scored: _Scored) -> Option:
         version=one.version,
         kernel=one.verdict.kernel,
         kv_cache_type=one.deployment.kv,
-        layout={"concurrency": one.workload.concurrency * one.replicas, "devices": one.devices * one.replicas, "tensor_parallel": one.deployment.tensor_parallel,
-                "pipeline_parallel": one.deployment.pipeline_parallel, "replicas": one.replicas},
+        layout=_layout(one),
         commands=commands(_serving(request, one)),
         memory=_memory(one),
         speed=_speed_facts(one, speed),
@@ -382,9 +408,24 @@ def _option(request: Request, scored: _Scored) -> Option:
         quality=scored.quality.name,
         job={"ram": cost.ram, "vram": cost.vram, "disk": cost.disk},
         score={"total": round(sum(points.values()), 2), **points},
-        reasons=_reasons(request, scored, ruling.reasons),
-        warnings=_warnings(request, scored, ruling.warnings),
+        reasons=_reasons(scored, [*([instead] if instead else []), *ruling.reasons, *_said(advice, False)]),
+        warnings=_warnings(request, scored, [*ruling.warnings, *_said(advice, True)]),
     )  # fmt: skip
+
+
+def _said(advice: tuple[str, bool] | None, warns: bool) -> list[str]:
+    return [advice[0]] if advice and advice[1] == warns else []
+
+
+def _layout(one: Candidate) -> dict[str, int]:
+    """How it is spread: sequences and devices of all copies, and how each copy is cut."""
+    return {
+        "concurrency": one.workload.concurrency * one.replicas,
+        "devices": one.devices * one.replicas,
+        "tensor_parallel": one.deployment.tensor_parallel,
+        "pipeline_parallel": one.deployment.pipeline_parallel,
+        "replicas": one.replicas,
+    }
 
 
 def _of_all(candidate: Candidate, speed: Prediction) -> Prediction:
@@ -464,14 +505,15 @@ def _shards(request: Request, candidate: Candidate) -> int:
     return len(shards(division.pieces, gguf_file.SHARD_BYTES))
 
 
-def _reasons(request: Request, scored: _Scored, ruled: Sequence[str]) -> tuple[str, ...]:
+def _reasons(scored: _Scored, ruled: Sequence[str]) -> tuple[str, ...]:
     """Why this option: rules first, then what the engine does, and how full it gets."""
     one = scored.candidate
     found = [*ruled, f"{one.engine} {one.version}: {one.verdict.reason}"]
     share = one.footprint.per_device / one.limit
     found.append(f"{gib(one.footprint.per_device)} of {gib(one.limit)} on each device ({share:.0%})")
     if _is_sixteen(one):
-        found.append("the model is 16 bit: quantize only copies it, and can be left out")
+        copied = "the model is 16 bit: quantize only copies it, and can be left out"
+        found.append("16 bit: nothing is rounded, the file is only converted" if one.recipe.format == GGUF else copied)
     return tuple(found)
 
 
@@ -481,8 +523,10 @@ def _warnings(request: Request, scored: _Scored, ruled: Sequence[str]) -> tuple[
         found.append(one.verdict.reason + (f"; {one.verdict.fix}" if one.verdict.fix else ""))
     if one.offloaded:
         found.append(_offload_words(request, one))
-    if one.footprint.per_device > 0.95 * one.limit:
-        found.append("memory is nearly full: a longer prompt or one more sequence may not fit")
+    if scored.sequences < request.workload.concurrency:
+        found.append(f"{request.workload.concurrency} at once are usual for this use, and {scored.sequences} fit")
+    elif one.footprint.per_device > 0.95 * one.limit:
+        found.append("memory is nearly full: a longer context or one more sequence may not fit")
     free = request.device.free
     if free is not None and one.footprint.per_device > free:
         found.append(f"only {gib(free)} of {request.device.name} are free now")
@@ -513,6 +557,7 @@ def _gathered(refused: Sequence[Refused]) -> tuple[dict[str, Any], ...]:
             "presets": [name for one in group for name in one.presets],
             "why": group[0].why,
             "fix": group[0].fix,
+            "short": group[0].short,
         }
         for group in groups.values()
     )
@@ -558,32 +603,34 @@ def _nearest(request: Request) -> tuple[Near, ...]:
 
 
 def _more(request: Request) -> Near | None:
-    """More devices of the same kind."""
-    if request.device.kind != "gpu":
-        return None
-    for count in COUNTS:
-        if count > request.hardware.count:
-            near = _fit(request, _several(request.device, count, request.hardware))
-            if near:
-                return Near("more devices", f"{count} x {request.device.name}", *near)
+    """More devices of the same kind; of those that share the host's memory, one of the family that has more of it."""
+    device = request.device
+    machines = [(device, count) for count in COUNTS if count > request.hardware.count and device.kind == "gpu"]
+    if device.kind == "unified":
+        rows = sorted(catalogue(), key=lambda one: one.memory)
+        machines = [(one, 1) for one in rows if one.family == device.family and one.memory > device.memory]
+    return _first(request, "more of the same", machines)
+
+
+def _first(request: Request, what: str, machines: Sequence[tuple[Device, int]]) -> Near | None:
+    """The first machine that holds it."""
+    for device, count in machines:
+        near = _fit(request, _several(device, count, request.hardware))
+        if near:
+            return Near(what, f"{count} x {device.name}" if count > 1 else device.name, *near)
     return None
 
 
 def _other(request: Request) -> Near | None:
-    """The cheapest machine of the catalogue that holds it."""
+    """The cheapest machine of the catalogue that holds it, of those that all engines run on."""
     machines = [
         (device.price * count, device, count)
         for device in catalogue()
         for count in (COUNTS if device.kind == "gpu" else (1,))
-        if device.price and device.name != request.device.name
+        if device.price and device.name != request.device.name and (capability(device) or OLDEST) >= OLDEST
     ]
-    for _, device, count in sorted(machines, key=lambda one: one[0]):
-        if device.memory * count <= request.hardware.memory:
-            continue
-        near = _fit(request, _several(device, count, request.hardware))
-        if near:
-            return Near("another device", f"{count} x {device.name}" if count > 1 else device.name, *near)
-    return None
+    ordered = sorted(machines, key=lambda one: one[0])
+    return _first(request, "another device", [(device, count) for _, device, count in ordered])
 
 
 def _several(device: Device, count: int, like: Hardware) -> Hardware:
@@ -597,12 +644,17 @@ def _smaller(request: Request) -> Near | None:
     family = name.partition("-")[0]
     rows = [one for one in known_models().values() if one.name.partition("-")[0] == family]
     rows = [one for one in rows if one.published < request.parameters and not one.vision]
-    nearest = sorted(rows, key=lambda one: (-len(commonprefix([one.name, name])), -one.published))
+    nearest = sorted(rows, key=lambda one: (-_alike(one.name, name), -one.published))
     for row in nearest:
         near = _fit(replace(request, model=row.repo, checkpoint=from_config(row.config, row.name)), request.hardware)
         if near:
             return Near("a smaller model", row.name, *near)
     return None
+
+
+def _alike(name: str, other: str) -> int:
+    """How many letters two names begin with together."""
+    return next((at for at, (left, right) in enumerate(zip(name, other, strict=False)) if left != right), len(name))
 
 
 def _fit(request: Request, hardware: Hardware) -> tuple[str, str, int] | None:
@@ -611,5 +663,11 @@ def _fit(request: Request, hardware: Hardware) -> tuple[str, str, int] | None:
     found, _ = find(tried, FEW, offload=False)
     if not found:
         return None
-    best = max(found, key=lambda one: quality({**tried.facts, **one.facts}).points + engine_rows()[one.engine].points)
+    best = max(found, key=lambda one: _rough_points(tried, one))
     return best.recipe.preset.name, best.engine, best.footprint.per_device
+
+
+def _rough_points(request: Request, candidate: Candidate) -> float:
+    """Points without speed."""
+    facts = {**request.facts, **candidate.facts, "sixteen_fits": False}
+    return quality(facts).points + engine_rows()[candidate.engine].points + judge(facts).points

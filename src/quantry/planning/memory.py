@@ -360,7 +360,7 @@ def _held(found: Stored, blocks: range, embedding: bool, head: bool) -> Iterator
         if weight.part in NOT_LOADED:
             continue
         before = weight.part == "embedding" or weight.part in TOWERS
-        tied = found.tied and weight.part == "embedding" and head and not embedding
+        tied = False
         if (before and embedding) or (head and not before) or tied:
             yield weight
 

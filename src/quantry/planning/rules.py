@@ -4,6 +4,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
@@ -100,7 +101,10 @@ def find_use(name: str | None) -> Use:
     key = (name or "general").strip().lower().replace("_", "-").replace(" ", "-")
     known = {alias: use for use in _uses().values() for alias in (use.name, *use.aliases)}
     if key not in known:
-        raise UnknownNameError(f"unknown use {str(name)[:40]!r}", fix=registry.suggest(key, tuple(known)))
+        close = get_close_matches(key, known, n=3, cutoff=0.6)
+        raise UnknownNameError(
+            f"unknown use {str(name)[:40]!r}", fix=registry.suggest(key, tuple(close) or tuple(_uses()))
+        )
     return known[key]
 
 
@@ -163,7 +167,7 @@ def _class_of(name: str, table: float, points: float) -> str:
     if points >= table:
         return name
     rows = sorted({(row["points"], row["class"]) for row in _data()["quality"]}, reverse=True)
-    return next((name for limit, name in rows if limit <= points), rows[-1][1])
+    return str(next((name for limit, name in rows if limit <= points), rows[-1][1]))
 
 
 def refusal(facts: Facts) -> Rule | None:

@@ -3,7 +3,7 @@
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any, Literal
 
@@ -93,6 +93,7 @@ class Load:
     like: str | None = None
 
 
+@lru_cache(maxsize=256)
 def terms(engine: str, version: str | None, device: Device) -> EngineTerms:
     """The terms of an engine's version on a device; None is the newest."""
     rows = _data()

@@ -245,7 +245,7 @@ def shard(weight: Weight, devices: int, kv_heads: int, vocabulary_step: int) -> 
     if cut == "none" or devices == 1:
         return shape
     if cut == "inputs":
-        return (*shape[:-1], _divide(shape[-1], devices, weight, "inputs"))
+        return (*shape[:-1], _in_groups(_divide(shape[-1], devices, weight, "inputs"), devices, weight))
     parts = min(devices, kv_heads) if cut == "keys" else devices
     if len(shape) == 3:  # experts in one stack, (experts, out, in) or the other way round: only the size matters
         return (shape[0], shape[1], _divide(shape[2], parts, weight, "outputs"))
@@ -259,6 +259,17 @@ def _divide(size: int, parts: int, weight: Weight, side: str) -> int:
             fix="use a tensor parallel size that divides it, or pipeline parallel",
         )
     return size // parts
+
+
+def _in_groups(columns: int, devices: int, weight: Weight) -> int:
+    """Columns of one device, if groups that share a scale are not cut."""
+    group = weight.grid.block[1] if weight.grid else 0
+    if group and columns % group:
+        raise WeightError(
+            f"{weight.name} has {columns} inputs on each of {devices} devices, which groups of {group} do not divide",
+            fix="use a smaller group, fewer devices for each layer, or pipeline parallel",
+        )
+    return columns
 
 
 def check_heads(config: Mapping[str, Any], devices: int) -> None:

@@ -91,8 +91,8 @@ class Work:
 
     def looked_at(self, tokens: float) -> float:
         """Tokens that one token looks at, where `tokens` are before it: the mean over layers, windows considered."""
-        seen = [number * min(tokens, layer.window or tokens) for layer, number in self.cache if not layer.state]
-        return sum(seen) / sum(number for _, number in self.cache) if seen else 0.0
+        seen = sum(number * min(tokens, layer.window or tokens) for layer, number in self.cache if not layer.state)
+        return seen / sum(number for _, number in self.cache) if seen else 0.0
 
 
 def work_of(checkpoint: Checkpoint, recipe: Recipe | None) -> Work:
