@@ -10,6 +10,7 @@ from typing import Any
 import typer.main
 
 from quantry.cli import app
+from quantry.planning.matrices import MAKERS, markdown
 from quantry.recipe import presets
 
 DOCS = Path(__file__).parent
@@ -52,7 +53,12 @@ def presets_page() -> str:
     return "\n".join([NOTICE, "# Presets\n", head, *rows, ""])
 
 
-PAGES = {"commands.md": commands_page, "presets.md": presets_page}
+def matrices_page() -> str:
+    """The tables of `quantry matrix`."""
+    return "\n".join([NOTICE, "# Matrices\n", *(markdown(name) for name in MAKERS), ""])
+
+
+PAGES = {"commands.md": commands_page, "presets.md": presets_page, "matrices.md": matrices_page}
 
 
 def main() -> None:

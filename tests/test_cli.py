@@ -43,7 +43,7 @@ def imported(*arguments: str) -> set[str]:
 def test_public_names_are_frozen() -> None:
     assert set(quantry.__all__) == {
         "Anatomy", "Artefact", "Device", "Hardware", "QuantryError", "__version__", "convert", "hardware", "inspect",
-        "presets", "quantize",
+        "matrix", "plan", "presets", "quantize",
     }  # fmt: skip
     for name in quantry.__all__:
         assert getattr(quantry, name) is not None
@@ -63,6 +63,10 @@ def test_flags_are_frozen() -> None:
         "convert": ["--dry-run", "--json", "--output", "--requantize", "--to", "-o", "source"],
         "hardware": ["--gpu", "--json"],
         "inspect": ["--json", "model"],
+        "matrix": ["--json", "name"],
+        "plan": [
+            "--budget", "--concurrency", "--context", "--engine", "--for", "--gpu", "--json", "--output", "-o", "model",
+        ],
         "presets": ["--json"],
         "quantize": [
             "--device", "--dry-run", "--format", "--group", "--imatrix", "--json", "--keep-odd", "--output", "--plan", "--preset",
@@ -171,7 +175,7 @@ def test_unreadable_values_do_not_leak_a_traceback(make_folder: MakeFolder) -> N
 def test_unknown_plugin_is_answered_with_the_choices() -> None:
     with pytest.raises(UnknownNameError, match=r"unknown cli 'inspct'; did you mean inspect\?"):
         registry.load("quantry.cli", "inspct")
-    with pytest.raises(UnknownNameError, match="choose one of: convert, hardware, inspect"):
+    with pytest.raises(UnknownNameError, match="choose one of: convert, hardware, inspect, matrix"):
         registry.load("quantry.cli", "zzz")
     assert registry.load("quantry.cli", "inspect").__name__ == "quantry.cli.inspect"
 

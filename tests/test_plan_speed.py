@@ -168,7 +168,9 @@ def test_a_prompt_is_the_norm_that_the_formula_says(llama: Checkpoint, h200: Har
     )
     host = factors.step + 32 * factors.launch["weight-only"]
     expected = (host**factors.overlap + device**factors.overlap) ** (1 / factors.overlap)
-    assert speed(llama, recipe("w4a16"), "vllm", h200, LOAD, 1).first_token_s == pytest.approx(expected, rel=1e-6)
+    found = speed(llama, recipe("w4a16"), "vllm", h200, LOAD, 1)
+    assert found.first_token_s == pytest.approx(expected, rel=1e-6)
+    assert found.prefill_tokens_per_s == found.prompts_tokens_per_s == pytest.approx(512 / expected, rel=1e-6)
 
 
 def test_bytes_are_those_of_the_quantization(llama: Checkpoint) -> None:
@@ -193,6 +195,9 @@ def test_experts_that_a_batch_touches() -> None:
     assert work.touched(2) == pytest.approx((8 + 120 * 8 / 128) / 128)
     assert work.touched(2000) == pytest.approx(1, abs=1e-6)
     assert work.experts.weights == 48 * 128 * 3 * 768 * 2048
+    deep = work_of(open_model("deepseek-v3"), recipe("bf16"))
+    assert deep.experts.weights == 58 * 256 * 3 * 2048 * 7168  # the shared expert is read by every token
+    assert deep.dense.weights > 58 * 3 * 2048 * 7168 + 3 * 3 * 18432 * 7168 + 61 * 150e6
     place = Place(parse("H200").device, replace(factors_for("vllm", parse("H200").device), unpack=0))
     busy = throughput._matrix_seconds(work, place, "16-bit", 1e6, 0)
     active = work.dense.weights + work.experts.weights * 8 / 128
@@ -300,7 +305,8 @@ def test_devices_help_only_through_a_link(llama: Checkpoint) -> None:
     slow = with_device(linked, link=Link("pcie3", 1e9))
     assert step(linked, 4) < step(slow, 4)
     cards = parse("2x RTX 3090")
-    assert step(cards, 2, "llama.cpp", "gguf-q4_k_m") >= step(cards, 1, "llama.cpp", "gguf-q4_k_m")
+    handed_on = step(cards, 2, "llama.cpp", "gguf-q4_k_m") - step(cards, 1, "llama.cpp", "gguf-q4_k_m")
+    assert handed_on == pytest.approx(30e-6 + 8 * 4096 * 2 / 32e9, rel=1e-6)
 
 
 def test_a_prompt_over_a_poor_link_gains_less_than_a_step(llama: Checkpoint) -> None:
@@ -331,13 +337,28 @@ def test_a_smaller_cache_type_helps_many_long_sequences(llama: Checkpoint, h200:
 
 
 def test_a_device_without_8_bit_arithmetic_keeps_only_the_smaller_weights(llama: Checkpoint) -> None:
-    """FP8 on an A100: faster than bf16 for one sequence, but no faster in prompts."""
+    """FP8 on an A100: faster than bf16 for one sequence, and in prompts as fast as other weight-only schemes."""
     a100 = parse("A100 80GB SXM")
     assert decode(llama, "fp8-dynamic", a100) > decode(llama, "bf16", a100)
-    prompts = [
-        speed(llama, recipe(name), "vllm", a100, LOAD, 32).prompts_tokens_per_s for name in ("fp8-dynamic", "bf16")
-    ]
-    assert prompts[0] < prompts[1]
+    eight, weights, plain = (
+        speed(llama, recipe(name), "vllm", a100, LOAD, 32).prompts_tokens_per_s
+        for name in ("fp8-dynamic", "w8a16", "bf16")
+    )
+    assert eight == pytest.approx(weights, rel=0.01)
+    assert eight < plain
+
+
+def test_llamacpp_on_a_card_without_int8_uses_its_16_bit_rate(llama: Checkpoint) -> None:
+    """A V100 has twice the 16-bit rate of a T4."""
+    old, new = (
+        speed(llama, recipe("gguf-q4_k_m"), "llama.cpp", parse(name), LOAD, 1) for name in ("V100 16GB SXM", "T4")
+    )
+    assert old.prefill_tokens_per_s > 1.5 * new.prefill_tokens_per_s
+
+
+def test_every_step_is_launched_where_there_are_no_graphs(llama: Checkpoint, h200: Hardware) -> None:
+    graphs, eager = (speed(llama, recipe("bf16"), engine, h200, LOAD, 1).step_s for engine in ("vllm", "transformers"))
+    assert eager - graphs == pytest.approx(32 * 729e-6, rel=1e-6)
 
 
 # ---- break-even and cost ----

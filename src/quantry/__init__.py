@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     from quantry.devices import Device, Hardware, hardware
     from quantry.errors import QuantryError
     from quantry.pipeline import quantize
+    from quantry.planning.decision import plan
+    from quantry.planning.matrices import matrix
     from quantry.recipe import presets
     from quantry.types import Anatomy, Artefact
 
 __version__ = "0.1.0"
 __all__ = [
     "Anatomy", "Artefact", "Device", "Hardware", "QuantryError", "__version__", "convert", "hardware", "inspect",
-    "presets", "quantize",
+    "matrix", "plan", "presets", "quantize",
 ]  # fmt: skip
 
 _HOMES = {
@@ -31,6 +33,8 @@ _HOMES = {
     "convert": "conversion",
     "hardware": "devices",
     "inspect": "anatomy",
+    "matrix": "planning.matrices",
+    "plan": "planning.decision",
     "presets": "recipe",
     "quantize": "pipeline",
 }

@@ -308,7 +308,7 @@ def _places(deployment: Deployment, blocks: int) -> Iterator[tuple[Place, range,
 def _stages(blocks: int, stages: int) -> list[int]:
     """Layers of each stage, as vLLM shares them out: what is over goes to the middle, then to the front."""
     counts = [blocks // stages] * stages
-    for index in range(2, blocks % stages + 2):
+    for index in range(1, blocks % stages + 1):
         counts[-index] += 1
     return counts
 
@@ -360,7 +360,7 @@ def _held(found: Stored, blocks: range, embedding: bool, head: bool) -> Iterator
         if weight.part in NOT_LOADED:
             continue
         before = weight.part == "embedding" or weight.part in TOWERS
-        tied = False
+        tied = found.tied and weight.part == "embedding" and head and not embedding
         if (before and embedding) or (head and not before) or tied:
             yield weight
 
