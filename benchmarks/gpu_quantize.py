@@ -1,4 +1,4 @@
-"""An 8B shape to FP8, W4A16 and GGUF Q4_K_M with the arithmetic on a GPU: seconds, bytes a second, ratio to the disk's own speed.
+"""An 8B shape to FP8, W4A16 and GGUF Q4_K_M with the arithmetic on a GPU: seconds, and ratio to the disk's own speed.
 
 PYTHONPATH=src python benchmarks/gpu_quantize.py WORK_FOLDER [SHAPE]
 """

@@ -68,7 +68,8 @@ def row(
 ) -> dict[str, Any]:
     """What was predicted and what llama.cpp says, in MiB."""
     context, sequences, kv = load
-    logged = ask(file, context=context * sequences, sequences=sequences, outputs=sequences, kv=kv, dry=dry)
+    wish = {"context": context * sequences, "sequences": sequences, "outputs": sequences, "kv": kv}
+    [logged] = ask(file, wish, dry=dry)
     found = footprint(
         checkpoint, recipe, "llama.cpp", Workload(context, sequences), kv=kv, device=parse("cpu").device,
         settings=Settings(sequences=sequences),

@@ -58,7 +58,9 @@ class Engine:
             tokens=(c_int32 * count)(*(token for token, _, _ in tokens)),
             positions=ctypes.cast((c_int32 * count)(*(position for _, position, _ in tokens)), c_void_p),
             sequence_counts=ctypes.cast((c_int32 * count)(*[1] * count), c_void_p),
-            sequences=ctypes.cast((POINTER(c_int32) * count)(*ids), c_void_p),
+            sequences=ctypes.cast(
+                (POINTER(c_int32) * count)(*(ctypes.cast(one, POINTER(c_int32)) for one in ids)), c_void_p
+            ),
             wanted=(c_int8 * count)(*(index in last.values() for index in range(count))),
         )
         clock = time.thread_time if self.threads == 1 else time.perf_counter

@@ -74,7 +74,11 @@ def write(name: str, folder: Path) -> Path:
         "vocab_size": vocabulary, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
         "rope_theta": 500000.0, "dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):  # a GGUF file needs a vocabulary
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+    ):  # GGUF needs a vocabulary
         if (demo_folder() / name).exists():
             shutil.copy(demo_folder() / name, folder / name)
     (folder / "config.json").write_text(json.dumps(config, indent=2))

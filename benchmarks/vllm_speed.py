@@ -138,12 +138,12 @@ def run_wave(work: Path, cases: list[tuple[str, str, str | None, str]], results:
         while not (folder / "done").exists() and process.poll() is None:
             time.sleep(0.05)
         found = folder.with_suffix(".json")
-        log = folder.with_suffix(".log").read_text().splitlines()
+        lines = folder.with_suffix(".log").read_text().splitlines()
         results[folder.name] = {
             "started_s": (folder / "ready").read_text() if (folder / "ready").exists() else None,
-            "said": [line.split("] ")[-1] for line in log if re.search("took.*GiB|ernel for|MoE backend", line)],
+            "said": [line.split("] ")[-1] for line in lines if re.search("took.*GiB|ernel for|MoE backend", line)],
             "points": json.loads(found.read_text()) if found.exists() else [],
-            **({} if found.exists() else {"failed": " | ".join(log[-4:])[-800:]}),
+            **({} if found.exists() else {"failed": " | ".join(lines[-4:])[-800:]}),
         }
         print(folder.name, json.dumps(results[folder.name]), flush=True)
     for process in running.values():
@@ -156,7 +156,9 @@ def run_wave(work: Path, cases: list[tuple[str, str, str | None, str]], results:
 def main(work: Path, only: set[str]) -> None:
     results: dict[str, Any] = {}
     for wave in WAVES:
-        cases = [case for case in wave if not only or "-".join(filter(None, case)) in only]
+        cases: list[tuple[str, str, str | None, str]] = [
+            case for case in wave if not only or "-".join(filter(None, case)) in only
+        ]
         if cases:
             run_wave(work, cases, results)
             (work / "vllm_speed.json").write_text(json.dumps(results))

@@ -44,7 +44,8 @@ def _default(parameter: Any) -> str:
 def presets_page() -> str:
     """Every preset, from presets.toml."""
     rows = [
-        f"| `{preset.name}` | {preset.about} | {preset.scheme.weight.bits} | {preset.fit or 'searched as ggml does'}, {preset.rounder}"
+        f"| `{preset.name}` | {preset.about} | {preset.scheme.weight.bits} | "
+        f"{preset.fit or 'searched as ggml does'}, {preset.rounder}"
         f"{', ' + preset.transform if preset.transform else ''} | {', '.join(preset.formats)} | "
         f"{'needs the ' + preset.missing if preset.missing else 'yes'} |"
         for preset in presets().values()

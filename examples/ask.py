@@ -14,8 +14,8 @@ from quantry.llamacpp.model import Model
 def main(file: Path, question: str) -> None:
     with Model(file) as model:
         chat = [{"role": "user", "content": question}]
-        (prompt,), _ = render_jinja_template([chat], chat_template=model.chat_template, add_generation_prompt=True)
-        answer = model.generate(model.tokenize(prompt, special=False), 64)
+        made = render_jinja_template([chat], chat_template=model.chat_template, add_generation_prompt=True)
+        answer = model.generate(model.tokenize(made[0][0], special=False), 64)
         print(f"{question}\n{model.detokenize(answer)}")
 
 

@@ -1,6 +1,6 @@
 """What llama.cpp allocates for a model, read from its own log; in a process of its own, since it aborts on a bad wish.
 
-    python llamacpp_buffers.py FILE WISH.json        # prints sizes as JSON
+    python llamacpp_buffers.py FILE WISHES        # JSON; prints a list of sizes as JSON
 
 A wish sets fields of llama_context_params. Their places are those of xllamacpp 2026.10.11549, and the defaults found
 there are checked first: another layout is an error, not a wrong number. With `dry` nothing is allocated, so that a file
@@ -33,16 +33,16 @@ class Params(ctypes.Structure):
     _fields_ = (("words", c_uint32 * 256),)
 
 
-def ask(file: Path, **wish: Any) -> dict[str, Any]:
-    """The sizes in MiB: `model`, `compute` and `output` by buffer, `caches` as (MiB, cells, layers); `weights` in bytes."""
-    command = [sys.executable, __file__, str(file), json.dumps(wish)]
+def ask(file: Path, *wishes: dict[str, Any], dry: bool = False) -> list[dict[str, Any]]:
+    """For each wish sizes in MiB: `model`, `compute`, `output` by buffer, `caches` as (MiB, cells, layers); `weights` in bytes."""
+    command = [sys.executable, __file__, str(file), json.dumps({"dry": dry, "wishes": wishes})]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def main(file: str, wish: dict[str, Any]) -> None:
+def main(file: str, wishes: list[dict[str, Any]], dry: bool) -> None:
     from quantry.numerics.ggml.native import library
 
     llama, log = library(), list[str]()
@@ -54,18 +54,25 @@ def main(file: str, wish: dict[str, Any]) -> None:
         "llama_model_load_from_file": (c_void_p, c_char_p, Params),
         "llama_init_from_model": (c_void_p, c_void_p, Params),
         "llama_model_size": (c_uint64, c_void_p),
+        "llama_free": (None, c_void_p),
     }
     for name, (returns, *takes) in signatures.items():
         getattr(llama, name).restype, getattr(llama, name).argtypes = returns, takes
     llama.llama_log_set(cast(listener, c_void_p), None)
     llama.llama_backend_init()
-    model = llama.llama_model_load_from_file(file.encode(), _model_params(llama, wish.pop("dry", False)))
+    model = llama.llama_model_load_from_file(file.encode(), _model_params(llama, dry))
     assert model, "".join(log)[-2000:]
-    assert llama.llama_init_from_model(model, _context_params(llama, wish)), "".join(log)[-2000:]
-    text = "".join(log)
-    sizes = {name: {key: float(size) for key, size in re.findall(line, text)} for name, line in LINES.items()}
-    caches = [(float(size), int(cells), int(layers)) for size, cells, layers in re.findall(CACHE, text)]
-    print(json.dumps({**sizes, "caches": caches, "weights": llama.llama_model_size(model)}))
+    loaded, found = "".join(log), []
+    for wish in wishes:
+        log.clear()
+        context = llama.llama_init_from_model(model, _context_params(llama, wish))
+        assert context, "".join(log)[-2000:]
+        text = loaded + "".join(log)
+        sizes = {name: {key: float(size) for key, size in re.findall(line, text)} for name, line in LINES.items()}
+        caches = [(float(size), int(cells), int(layers)) for size, cells, layers in re.findall(CACHE, text)]
+        found.append({**sizes, "caches": caches, "weights": llama.llama_model_size(model)})
+        llama.llama_free(context)
+    print(json.dumps(found))
 
 
 def _model_params(llama: ctypes.CDLL, dry: bool) -> Params:
@@ -91,4 +98,4 @@ def _context_params(llama: ctypes.CDLL, wish: dict[str, Any]) -> Params:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    main(sys.argv[1], **json.loads(sys.argv[2]))

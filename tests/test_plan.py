@@ -3,8 +3,6 @@ a stable JSON, refusals with what is nearest, and tables whose every cell is ans
 
 import json
 import re
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,17 +10,17 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "goldens"))
-
-import make_plan
+from goldens import make_plan
 from quantry.devices.catalogue import catalogue, parse
 from quantry.engines import flags, latest
 from quantry.errors import QuantryError, UnknownNameError
 from quantry.pipeline import quantize
-from quantry.planning import matrices, rules
+from quantry.planning import decision, matrices, rules
+from quantry.planning.candidates import Request
 from quantry.planning.commands import MAKERS, Serving, commands
 from quantry.planning.decision import Plan, plan
 from quantry.planning.feasibility import agrees, used_facts
+from quantry.planning.models import open_model
 from quantry.recipe import presets
 from test_cli import imported, run
 
@@ -202,12 +200,19 @@ def test_every_flag_is_one_of_the_engine(engine: str, platform: str) -> None:
         assert any(flag.endswith(f" {kv}") for flag in known)
 
 
-def test_a_flag_that_a_version_lacks_is_an_error() -> None:
-    with pytest.raises(UnknownNameError, match="--dtype"):
-        commands(serving("llama.cpp", engine="ollama"))  # fine
-        from quantry.planning.commands import _checked
+def test_a_flag_that_a_version_lacks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quantry.planning import commands as module
 
-        _checked(serving("ollama"), [("--dtype", "fp8")])
+    known = {name: flag for name, flag in flags("vllm").items() if name != "--max-num-seqs"}
+    monkeypatch.setattr(module, "flags", lambda engine, version: known)
+    with pytest.raises(UnknownNameError, match="vllm 0.* has no --max-num-seqs"):
+        commands(serving("vllm"))
+
+
+def test_a_value_that_a_flag_does_not_take_is_an_error() -> None:
+    """The handbook's --kv-cache-dtype int8 never was one."""
+    with pytest.raises(UnknownNameError, match="--kv-cache-dtype of vllm .* takes no int8"):
+        commands(serving("vllm", kv="int8"))
 
 
 def test_commands_of_engines() -> None:
@@ -351,6 +356,12 @@ def test_a_person_reads_it_at_a_glance() -> None:
 # ---- the table of rules ----
 
 
+def request_of(model: str, **ask: Any) -> Request:
+    """What `plan` makes of its arguments."""
+    names = ("gpu", "use", "context", "concurrency", "engine", "budget")
+    return decision._request(model, open_model(model), *(ask.get(name) for name in names))
+
+
 def test_rules_are_readable_and_sourced() -> None:
     names = [rule.name for rule in rules.rules()]
     assert len(names) == len(set(names))
@@ -364,6 +375,15 @@ def test_rules_are_readable_and_sourced() -> None:
         assert set(used_facts(rule.when)) <= REQUEST_FACTS, rule.name
         for conditions in (rule.prefer, rule.avoid, rule.require, rule.about):
             assert set(used_facts(conditions or {})) <= OPTION_FACTS, rule.name
+
+
+def test_every_rule_is_about_some_case() -> None:
+    """No row is dead: each holds for a request of the handbook's, or for one of these."""
+    asked = [case["ask"] for case in matrices.cases()]
+    asked += [{"model": "qwen2.5-0.5b", "gpu": "cpu"}, {"model": "llama-3.1-8b", "gpu": "T4"}]
+    requests = [request_of(**ask).facts | {"sixteen_fits": True} for ask in asked]
+    for rule in rules.rules():
+        assert any(agrees(rule.when, facts, {}) for facts in requests), rule.name
 
 
 def test_rules_name_what_exists() -> None:
@@ -457,6 +477,6 @@ def test_matrix_command() -> None:
     done = run("matrix", "memory", "--json")
     assert done.returncode == 0
     (table,) = json.loads(done.stdout)
-    assert table["rows"]["70B"][3]["ours"] == "2 x RTX 3090"
+    assert table["rows"]["3B"][3]["ours"] == "RTX 3060 8GB"
     assert run("matrix", "memry").stderr.startswith("error: unknown matrix 'memry'; did you mean memory")
     assert "Methods" in run("matrix", "methods").stdout

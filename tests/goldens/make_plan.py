@@ -43,13 +43,14 @@ def first(found: Plan) -> dict[str, Any]:
 
 
 def choice(found: Plan) -> str:
+    """What becomes of the weights, where, and how it is spread; presets of one scheme may change places."""
     one = found.options[0]
     cut = (
         f", {one.layout['replicas']} x {one.layout['devices'] // one.layout['replicas']}"
         if one.layout["devices"] > 1
         else ""
     )
-    return f"{one.preset} in {one.engine}, cache {one.kv_cache_type}{cut}"
+    return f"{one.scheme} in {one.engine}, cache {one.kv_cache_type}{cut}"
 
 
 def main() -> None:

@@ -33,8 +33,8 @@ class Layer:
     state: int = 0  # bytes
 
     def on_one_of(self, devices: int) -> "Layer":
-        """The part of one device; KV heads are repeated where there are fewer of them, a latent vector everywhere."""
-        heads = self.heads if self.kind == "mla" else ceil(self.heads / devices)
+        """The part of one device; KV heads are repeated where there are fewer of them, as is the one latent vector."""
+        heads = ceil(self.heads / devices)
         return Layer(self.kind, heads, self.key, self.value, self.window, ceil(self.state / devices))
 
     def token_bytes(self, kind: CacheType) -> int:

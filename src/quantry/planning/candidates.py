@@ -18,7 +18,7 @@ from quantry.pieces import main_dtype
 from quantry.planning import memory
 from quantry.planning.feasibility import PLATFORMS, feasible
 from quantry.planning.memory import Deployment, Settings
-from quantry.planning.rules import Facts, Use, caches, capability, engine_rows, left_out, refusal, tier
+from quantry.planning.rules import Facts, Use, caches, capability, engine_rows, is_spare, left_out, refusal, tier
 from quantry.recipe import Preset, Recipe, preset, presets
 from quantry.types import Checkpoint, Footprint, Verdict, Workload
 
@@ -168,19 +168,23 @@ def find(
 ) -> tuple[list[Candidate], list[Refused]]:
     """All that runs and fits, and all that does not; `only` some presets, where that is enough.
 
-    Layers go to the host's memory only where nothing fits without, and `offload` allows it.
+    Spare presets are tried only where nothing fits without them, and layers go to the host's memory only where nothing
+    fits without that, and `offload` allows it.
     """
-    found, refused = _search(request, only, offload=False)
+    planned = [one for one in planned_presets(request) if only is None or one.name in only]
+    first = [one for one in planned if request.engine or not is_spare(one, request.facts)]
+    found, refused = _search(request, first, offload=False)
+    if not found and len(first) < len(planned):
+        found, refused = _search(request, planned, offload=False)
     if not found and offload and request.device.kind == "gpu":
-        found, more = _search(request, only, offload=True)
-        refused = more if not found else refused
+        found, more = _search(request, planned, offload=True)
+        refused = refused if found else more
     return found, refused
 
 
-def _search(request: Request, only: Sequence[str] | None, offload: bool) -> tuple[list[Candidate], list[Refused]]:
+def _search(request: Request, chosen: Sequence[Preset], offload: bool) -> tuple[list[Candidate], list[Refused]]:
     found: list[Candidate] = []
     refused: list[Refused] = []
-    chosen = [one for one in planned_presets(request) if only is None or one.name in only]
     for engine in planned_engines(request):
         for one in chosen:
             fits, refusals = _try(request, one, engine, offload)
@@ -200,7 +204,7 @@ def _try(request: Request, chosen: Preset, engine: str, offload: bool) -> tuple[
     ruled = refusal({**request.facts, **_outline(recipe, engine)})
     if ruled:
         return [], [Refused((chosen.name,), engine, ruled.why, ruled.fix)]
-    least, most = _least_bytes(request, chosen), _most_bytes(request, engine, offload)
+    least, most = least_bytes(request, chosen), _most_bytes(request, engine, offload)
     if least > most:
         why = f"its weights take {gib(least)} at the least, and there are {gib(most)}"
         return [], [
@@ -212,7 +216,7 @@ def _try(request: Request, chosen: Preset, engine: str, offload: bool) -> tuple[
         return [], [Refused((chosen.name,), engine, error.problem, error.fix)]
 
 
-def _least_bytes(request: Request, chosen: Preset) -> float:
+def least_bytes(request: Request, chosen: Preset) -> float:
     """What the weights take at the very least, to spare the exact count where that is too much already."""
     kind = chosen.scheme.weight.kind.upper()
     sizes = {name: nbytes / weights for name, weights, nbytes in block_sizes().values()} if chosen.file_type else {}
@@ -339,7 +343,8 @@ def _candidate(
         memory.footprint_of(deployment, workload),
         _limit(request, deployment),
     )
-    return one if request.exact or fits(one, request) else _fewer(request, one)
+    settled = request.exact or workload.concurrency == 1
+    return one if settled or fits(one, request) else _fewer(request, one)
 
 
 def _fewer(request: Request, candidate: Candidate) -> Candidate:

@@ -201,6 +201,9 @@ def _checked(serving: Serving, pairs: Pairs) -> list[str]:
     for name, value in pairs:
         if name not in known:
             raise UnknownNameError(f"{serving.engine} {serving.version} has no {name}", fix="choose another version")
+        listed = {key.partition(" ")[2] for key in known if key.startswith(f"{name} ")}
+        if listed and isinstance(value, str) and value not in listed:
+            raise UnknownNameError(f"{name} of {serving.engine} {serving.version} takes no {value}", fix="use auto")
         words += [name] if value is None else [name, str(value)]
     return words
 

@@ -28,6 +28,7 @@ from quantry.planning.candidates import (
     Request,
     find,
     gib,
+    least_bytes,
     planned_presets,
     share_on_device,
 )
@@ -35,7 +36,7 @@ from quantry.planning.commands import Serving, commands
 from quantry.planning.models import find_model, from_config, known_models, open_model
 from quantry.planning.rules import Facts, Quality, capability, engine_rows, find_use, judge, quality
 from quantry.planning.throughput import Prediction
-from quantry.recipe import Recipe
+from quantry.recipe import Recipe, presets
 from quantry.types import Checkpoint, Workload
 
 SHOWN = 12  # options of a plan
@@ -660,6 +661,8 @@ def _alike(name: str, other: str) -> int:
 def _fit(request: Request, hardware: Hardware) -> tuple[str, str, int] | None:
     """The first option that fits there without the host's memory, by a few presets."""
     tried = replace(request, hardware=hardware)
+    if min(least_bytes(tried, presets()[name]) for name in FEW) > hardware.usable:
+        return None
     found, _ = find(tried, FEW, offload=False)
     if not found:
         return None

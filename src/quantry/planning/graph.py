@@ -143,7 +143,7 @@ def _embedding(hidden: int) -> list[Node]:
     return [
         Node("x", hidden, ("tokens",)),
         Node("mixed rows", hidden, ("mixed tokens",)),
-        Node("mixed", hidden, ("mixed vectors",), kept=True),  # used by no batch of tokens, and never freed
+        Node("mixed", hidden, ("mixed vectors",)),  # nothing is made of it here, so that it is never freed
         Node("mixed set", 0, ("mixed rows", "mixed slots")),
     ]
 
@@ -225,7 +225,8 @@ def _feed_forward(batch: Batch, at: str, attended: str, residual: str, tokens: i
     inside = (
         _experts(batch, at, size) if batch.used else _gated(at, "", size, batch.inner, batch.hidden, batch.fused_mlp)
     )
-    return [*before, *inside, Node(at + "out", size * batch.hidden, (at + "down", at + "r"), in_place=True)]
+    summed = (at + "r", at + "down") if batch.fused_attention else (at + "down", at + "r")
+    return [*before, *inside, Node(at + "out", size * batch.hidden, summed, in_place=True)]
 
 
 def _gated(at: str, mark: str, size: int, inner: int, hidden: int, fused: bool) -> list[Node]:

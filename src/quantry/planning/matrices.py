@@ -72,6 +72,7 @@ class Matrix:
         return asdict(self)
 
 
+@cache
 def matrix(name: str) -> tuple[Matrix, ...]:
     """The tables of a name: engines, hardware, formats, methods or memory."""
     if name not in MAKERS:

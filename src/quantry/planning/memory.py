@@ -308,7 +308,7 @@ def _places(deployment: Deployment, blocks: int) -> Iterator[tuple[Place, range,
 def _stages(blocks: int, stages: int) -> list[int]:
     """Layers of each stage, as vLLM shares them out: what is over goes to the middle, then to the front."""
     counts = [blocks // stages] * stages
-    for index in range(1, blocks % stages + 1):
+    for index in range(2, blocks % stages + 2):
         counts[-index] += 1
     return counts
 

@@ -143,6 +143,12 @@ def left_out(preset: Preset) -> str | None:
     return next((row["why"] for row in _data()["left_out"] if preset.name in row["presets"]), None)
 
 
+def is_spare(preset: Preset, facts: Facts) -> bool:
+    """Whether a preset is tried only where nothing else fits."""
+    rows = (row for row in _data()["spare"] if preset.name in row["presets"])
+    return any(agrees(row.get("when", {}), facts, {}) for row in rows)
+
+
 def caches(engine: str, facts: Facts) -> tuple[str, ...]:
     """The smaller cache types that are planned for an engine there."""
     rows = (row for row in _data()["caches"] if engine in row["engines"])

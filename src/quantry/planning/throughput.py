@@ -15,7 +15,8 @@ B is the device's bandwidth, R its rate for the type that is multiplied, S that 
 the share that an engine reaches of it; A is such a share of the 16-bit rate. L counts layers. A weight-only scheme
 multiplies in 16 bit: at many sequences it computes as much as bf16 does and unpacks besides, which is why it stops
 paying, while 8-bit inputs run at twice the rate. Of a mixture E (1 - (1 - k/E)^b) of E experts are read. Layers left on
-the host run at the host's speed one after the other (llama.cpp), or their weights cross the bus in every step.
+the host run at the host's speed one after the other (llama.cpp), or their weights cross the bus in every step. Kernels
+that work in tiles of tokens cost some tokens more as soon as there are two (`pad`, on processors).
 
 The shares and times are in factors.toml, by engine and family of devices. benchmarks/fit_speed.py fits them to what was
 measured (benchmarks/measurements.toml). Where nothing was, a row names the one it is like and says how far off it may
@@ -41,11 +42,7 @@ HALF = 2  # bytes of a 16-bit number
 SIXTEEN = {"bf16": ("bf16", "fp16", "fp32"), "f16": ("fp16", "bf16", "fp32")}
 BUS = 64e9  # bytes a second from the host to a device whose own link is to its peers (PCIe 5)
 MICRO_BATCH = 512  # tokens for which llama.cpp brings weights of the host to the device at once
-UNKNOWN_RATE = {
-    "gpu": 75,
-    "unified": 30,
-    "cpu": 10,
-}  # operations for each byte of bandwidth, the least of the catalogue
+UNKNOWN_RATE = {"gpu": 75, "unified": 30, "cpu": 10}  # operations a byte of bandwidth, about the catalogue's least
 MOST = 4096  # sequences up to which a break-even is looked for
 RIVALS = {"gguf": ("gguf-f16", "gguf-q8_0"), "": ("bf16", "fp8-dynamic", "w8a8")}
 
