@@ -16,7 +16,7 @@ from quantry.checkpoint.gguf import block_sizes
 from quantry.checkpoint.reader import DEMO, demo_folder
 from quantry.checkpoint.writer import Entry, nbytes
 from quantry.errors import RecipeError
-from quantry.llamacpp import metadata, mixture, vocabulary
+from quantry.llamacpp import mixture
 from quantry.llamacpp.families import facts
 from quantry.llamacpp.importance import Importance
 from quantry.llamacpp.targets import Target, family, targets
@@ -48,6 +48,8 @@ def divide(checkpoint: Checkpoint, recipe: Recipe, importance: Importance | None
 def describe(checkpoint: Checkpoint, recipe: Recipe, division: Division, importance: Importance | None) -> "GgufFile":
     """The file's key-values, from config and tokenizer."""
     from gguf import GGUFWriter
+
+    from quantry.llamacpp import metadata, vocabulary
 
     assert recipe.preset.file_type is not None
     name = _name(checkpoint.source)
