@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import struct
 import threading
 from collections.abc import Iterator
@@ -10,11 +11,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 
 import quantry
 from conftest import PARAMETERS, MakeFolder
 from quantry.anatomy import inspect
+from quantry.checkpoint.reader import demo_folder
 from quantry.errors import QuantryError
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
@@ -139,6 +143,29 @@ def test_quantize_downloads_and_resumes(
     assert "pytorch_model.bin" not in hub.sent
     written = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("remote", "local")]
     assert written[0] == written[1]
+
+
+def test_gguf_from_and_to_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run reads config and tokenizer but no weights; the file is that of a local model; and it turns back."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    shutil.copytree(demo_folder(), hub.folder)
+    planned = quantry.quantize("org/model", tmp_path / "out", preset="gguf-q8_0", dry_run=True)
+    assert hub.sent["model.safetensors"] < 100_000
+    quantry.quantize("org/model", tmp_path / "out", preset="gguf-q8_0")
+    quantry.quantize("demo", tmp_path / "local", preset="gguf-q8_0")
+    ours, theirs = tmp_path / "out" / "model-Q8_0.gguf", tmp_path / "local" / "demo-Q8_0.gguf"
+    tensors = [gguf.GGUFReader(file).tensors for file in (ours, theirs)]
+    assert planned.bytes == sum(int(tensor.n_bytes) for tensor in tensors[0])
+    assert all(np.array_equal(one.data, other.data) for one, other in zip(*tensors, strict=True))
+    shutil.rmtree(hub.folder)
+    hub.folder.mkdir()
+    ours.rename(hub.folder / ours.name)
+    with pytest.raises(QuantryError, match="changed between its header and its download"):  # the cache has another
+        quantry.convert(f"org/model:{ours.name}", tmp_path / "back", to="bf16")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
+    quantry.convert(f"org/model:{ours.name}", tmp_path / "back", to="bf16")
+    assert inspect(tmp_path / "back").parameters == planned.parameters
 
 
 @pytest.mark.parametrize("shards", [1, 2])

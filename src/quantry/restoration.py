@@ -20,6 +20,7 @@ from quantry.checkpoint.reader import local_folder, open_checkpoint
 from quantry.checkpoint.weights import DTYPES, MappedWeights
 from quantry.checkpoint.workspace import check_room
 from quantry.checkpoint.writer import Entry, nbytes
+from quantry.errors import CheckpointError
 from quantry.folder import SafetensorsFolder
 from quantry.formats import gguf
 from quantry.llamacpp import restoring, retokenizing
@@ -46,7 +47,10 @@ def restore(
     checkpoint = open_checkpoint(source)
     place = local_folder(source)
     folder = place if place.is_dir() else place.parent
-    found = header.read_shards(LocalFiles(folder), place.name if place.is_file() else _first(checkpoint), whole=True)
+    name, files = place.name if place.is_file() else min(checkpoint.files), LocalFiles(folder)
+    if any(files.sizes.get(file) != size for file, size in checkpoint.files.items()):
+        raise CheckpointError(f"{source} changed between its header and its download", fix="run the command again")
+    found = header.read_shards(files, name, whole=True)
     config = restoring.config(found.metadata, found.tensors, lambda name: _values(checkpoint, name))
     pairs = restoring.originals(config, found.tensors)
     small = retokenizing.tokenizer(found.metadata)
@@ -141,10 +145,6 @@ def _values(checkpoint: Checkpoint, name: str) -> tuple[float, ...]:
 
     tensor = next(tensor for tensor in checkpoint.tensors if tensor.name == name)
     return tuple(frombuffer(checkpoint.read(tensor.file, tensor.start, tensor.nbytes), "<f4").tolist())
-
-
-def _first(checkpoint: Checkpoint) -> str:
-    return min(checkpoint.files)
 
 
 def _recipe(dtype: str) -> Recipe:
