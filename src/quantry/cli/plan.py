@@ -142,16 +142,14 @@ def _table(options: "tuple[Option, ...]") -> "RenderableType":
     from quantry.cli.inspect import human_bytes
 
     table = Table(box=None, padding=(0, 1), header_style="dim")
-    right = ("memory", "tokens/s", "first token", "points")
-    for heading in ("", "preset", "engine", "cache", "devices", "at once", "quality", *right):
-        table.add_column(
-            heading, justify="right" if heading in (*right, "devices", "at once") else "left", no_wrap=True
-        )
-    for number, one in enumerate(options, 1):
+    right = ("devices", "at once", "memory", "tokens/s")
+    for heading in ("preset", "engine", "KV", "quality", *right):  # as many as 80 letters hold
+        table.add_column(heading, justify="right" if heading in right else "left", no_wrap=True)
+    for one in options:
         table.add_row(
-            str(number), one.preset, one.engine, one.kv_cache_type, _devices(one), str(one.layout["concurrency"]),
-            one.quality, human_bytes(one.memory["total"]), f"{one.speed['decode_tokens_per_s']:,.0f}",
-            f"{one.speed['first_token_s']:.2g} s", f"{one.score['total']:.1f}",
+            one.preset, one.engine, one.kv_cache_type, one.quality, _devices(one),
+            str(one.layout["concurrency"]), human_bytes(one.memory["total"]),
+            f"{one.speed['decode_tokens_per_s']:,.0f}",
         )  # fmt: skip
     return table
 
