@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import quantry
 from quantry.checkpoint.reader import demo_folder
 from quantry.errors import CheckpointError, ConfigError, OutputError, QuantryError, RecipeError, UnknownNameError
+from quantry.llamacpp import importance
 from quantry.llamacpp.mixture import FILE_TYPES
 from quantry.llamacpp.model import Model
 from quantry.numerics.ggml import native
@@ -141,8 +142,8 @@ def test_a_killed_job_goes_on_inside_its_file(tmp_path: Path) -> None:
 
     with pytest.raises(StopError):
         quantry.quantize("demo", tmp_path / "out", preset="gguf-q6_k", progress=stop)
-    size = (tmp_path / "out.partial" / "demo-Q6_K.gguf.partial").stat().st_size
-    assert size > 2_000_000
+    whole = (tmp_path / "out.partial" / "demo-Q6_K.gguf.journal.partial").read_text().count("\n")
+    assert whole > 20
     made = quantry.makers.BlockMaker.make
 
     def count(self: Any, piece: Any) -> Any:
@@ -152,7 +153,7 @@ def test_a_killed_job_goes_on_inside_its_file(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quantry.makers.BlockMaker.make", count)
         quantry.quantize("demo", tmp_path / "out", preset="gguf-q6_k")
-    assert 0 < len(seen) < 50  # of 74: what was whole was not made again
+    assert len(seen) == 74 - whole  # what was whole was not made again
     again = written("demo", tmp_path / "again", "q6_k")
     assert only_file(tmp_path / "out").read_bytes() == again.read_bytes()
 
@@ -236,6 +237,25 @@ def test_importance(tmp_path: Path) -> None:
     assert told["quantize.imatrix.dataset"] == "words.txt"
     with Model(file, threads=1) as model:
         assert model.logits([1, 2, 3]).shape == (3, 4096)
+
+
+def test_importance_is_the_mean_square_of_each_expert(tmp_path: Path) -> None:
+    """Sums over counts, expert by expert; one that no token reached weighs all inputs alike."""
+    sums = np.arange(12, dtype=np.float32).reshape(3, 4)
+    counts = np.array([[2], [0], [5]], np.float32)
+    writer = gguf.GGUFWriter(tmp_path / "i.gguf", "imatrix")
+    writer.add_tensor("a.weight.in_sum2", sums)
+    writer.add_tensor("a.weight.counts", counts)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = importance.read(tmp_path / "i.gguf").vectors["a.weight"]
+    assert np.array_equal(found, np.stack([sums[0] / 2, np.ones(4, np.float32), sums[2] / 5]))
+    name = b"a.weight"
+    parts = (np.int32(1), np.int32(len(name)), name, np.int32(4), np.int32(12), sums)
+    (tmp_path / "i.dat").write_bytes(b"".join(part if isinstance(part, bytes) else part.tobytes() for part in parts))
+    assert np.array_equal(importance.read(tmp_path / "i.dat").vectors["a.weight"], sums.reshape(1, 12) / 4)
 
 
 @pytest.mark.parametrize("fault", ["missing", "size", "foreign", "nan", "text", "cut", "format"])
@@ -346,7 +366,8 @@ def test_there_and_back(architecture: str, tmp_path: Path) -> None:
     assert torch.equal(reference(tmp_path / "back", tokens), reference(tmp_path / "model", tokens))
 
 
-def test_quantized_files_turn_back_too(tmp_path: Path) -> None:
+def test_quantized_files_turn_back_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantry.restoration.CHUNK", 100 * 256)  # tensors are decoded in several steps, the last short
     file = written("demo", tmp_path / "gguf", "q6_k")
     planned = quantry.convert(file, tmp_path / "back", to="fp16", dry_run=True)
     artefact = quantry.convert(file, tmp_path / "back", to="fp16", shard_bytes=3_000_000)
@@ -354,9 +375,15 @@ def test_quantized_files_turn_back_too(tmp_path: Path) -> None:
     made: dict[str, torch.Tensor] = {}
     for shard in (tmp_path / "back").glob("*.safetensors"):
         made.update(load_file(shard))
-    tensor = next(t for t in gguf.GGUFReader(file).tensors if t.name == "blk.2.ffn_up.weight")
-    want = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy()).half()
-    assert torch.equal(made["model.layers.2.mlp.up_proj.weight"], want)
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    for mine, theirs in (
+        ("layers.2.mlp.up_proj", "blk.2.ffn_up"),
+        ("embed_tokens", "token_embd"),
+        ("norm", "output_norm"),
+    ):
+        tensor = stored[f"{theirs}.weight"]
+        want = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy()).half()
+        assert torch.equal(made[f"model.{mine}.weight"], want)
     quantry.quantize(tmp_path / "back", tmp_path / "again", preset="w4a16", group=64)
     with pytest.raises(RecipeError, match="cannot become gptq in one step"):
         quantry.convert(file, tmp_path / "out", to="gptq")

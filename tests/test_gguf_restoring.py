@@ -37,7 +37,7 @@ from quantry.types import TensorInfo
 from test_gguf_vocabulary import CORPUS as CUTTING
 from test_gguf_vocabulary import cross_cutting
 from test_gguf_vocabulary import loaded as served
-from tiny_models import ARCHITECTURES, write_model
+from tiny_models import ARCHITECTURES, LAYERED, LINEAR, LLAMA3, YARN, longrope, write_model
 from tiny_tokenizers import KINDS, TEXT, write_tokenizer
 
 TYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
@@ -51,26 +51,6 @@ CORPUS = (
     "\u00a0nbsp\u2003em\u200bzw\u3000ideo \x01\x7f ...!!!???---==='''' https://example.com/a?b=c#d",
 )
 CHAT = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "A fox."}]
-
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0, "original_max_position_embeddings": 128}
-LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-LAYERED = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
-    "full_attention": {**LINEAR, "rope_theta": 1000000.0},
-}
-
-
-def longrope(count: int) -> dict[str, Any]:
-    return {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [round(1.0 + 0.05 * index, 2) for index in range(count)],
-        "long_factor": [round(1.3 + 2.7 * index, 2) for index in range(count)],
-    }
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

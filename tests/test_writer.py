@@ -61,6 +61,21 @@ def test_a_killed_writer_is_taken_up(tmp_path: Path, names: str, alignment: int)
     assert digest == hashlib.sha256((tmp_path / "whole").read_bytes()).hexdigest()
 
 
+def test_tensors_start_on_the_alignment(tmp_path: Path) -> None:
+    header = HEADER + bytes(-len(HEADER) % 32)
+    with ShardWriter(tmp_path / "f", header, ENTRIES, 32) as writer:
+        for name, _, _ in ENTRIES:
+            writer.write(name, data(name))
+        writer.close()
+    content, position = (tmp_path / "f").read_bytes(), len(header)
+    for name, _, _ in ENTRIES:
+        size = len(data(name))
+        assert content[position : position + size] == bytes(data(name))
+        assert not any(content[position + size : position + -(-size // 32) * 32])
+        position += -(-size // 32) * 32
+    assert position == len(content)
+
+
 def test_half_a_tensor_is_written_again(tmp_path: Path) -> None:
     writer = start(tmp_path / "f", "ab")
     writer.write("c", data("c")[:20])

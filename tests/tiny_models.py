@@ -30,6 +30,17 @@ VISION = {
     "patch_size": 14,
 }  # fmt: skip
 
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+LAYERED = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+    "full_attention": {**LINEAR, "rope_theta": 1000000.0},
+}
+
 
 @dataclass(frozen=True)
 class Tiny:
@@ -98,3 +109,13 @@ def draw(model: Any, seed: int) -> None:
         else:
             value = noise * weight.shape[-1] ** -0.5 * (3 if name.endswith(ROUTERS) else 1)
         weight.data = value.bfloat16().float()
+
+
+def longrope(count: int) -> dict[str, Any]:
+    """Rope parameters with a factor for each frequency."""
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [round(1.0 + 0.05 * index, 2) for index in range(count)],
+        "long_factor": [round(1.3 + 2.7 * index, 2) for index in range(count)],
+    }

@@ -210,7 +210,7 @@ def _value(node: ast.expr, fields: Fields) -> Any:
             return _arithmetic(node, fields)
         case ast.Compare(ops=[comparison], comparators=[other]):
             return _comparison(comparison, node.left, other, fields)
-    raise NotImplementedError(ast.dump(node))
+    raise ValueError(f"shapes.toml has {ast.unparse(node)!r}, which is not understood")
 
 
 def _arithmetic(node: ast.BinOp, fields: Fields) -> Any:

@@ -387,11 +387,6 @@ def _dtype(checkpoint: Checkpoint, recipe: Recipe) -> str:
     )
 
 
-@lru_cache(maxsize=8)
-def _main_dtype(same: "_Same") -> str:
-    return main_dtype(same.checkpoint)
-
-
 def _act_order(config: Mapping[str, Any]) -> bool:
     """Whether a checkpoint that is quantized already has its columns in groups out of order."""
     stored = config.get("quantization_config")
