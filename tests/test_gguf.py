@@ -258,6 +258,24 @@ def test_importance_is_the_mean_square_of_each_expert(tmp_path: Path) -> None:
     assert np.array_equal(importance.read(tmp_path / "i.dat").vectors["a.weight"], sums.reshape(1, 12) / 4)
 
 
+def test_every_expert_has_its_own_importance(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", "MixtralForCausalLM")
+    name = "blk.1.ffn_up_exps.weight"
+    vectors = np.random.default_rng(0).uniform(0.1, 20, (4, 64)).astype(np.float32)
+    matrix = write_imatrix(tmp_path / "i.gguf", {name: vectors}, counts=4)
+    file = written(tmp_path / "model", tmp_path / "out", "q4_0", imatrix=matrix)
+    found = next(t for t in gguf.GGUFReader(file).tensors if t.name == name).data
+    source = next(
+        t for t in gguf.GGUFReader(written(tmp_path / "model", tmp_path / "f", "bf16")).tensors if t.name == name
+    )
+    weight = torch.from_numpy(gguf.quants.dequantize(source.data, source.tensor_type).copy())
+    for expert in range(4):
+        rows = [native.quantize(weight[expert], "Q4_0", torch.from_numpy(vector)).numpy() for vector in vectors]
+        same = [(found[expert].reshape(-1, 18) == row.reshape(-1, 18)).all(1).mean() for row in rows]
+        assert same[expert] > 0.99
+        assert max(share for other, share in enumerate(same) if other != expert) < 0.9
+
+
 @pytest.mark.parametrize("fault", ["missing", "size", "foreign", "nan", "text", "cut", "format"])
 def test_bad_importance(fault: str, tmp_path: Path) -> None:
     path, options = tmp_path / "i.gguf", {"preset": "gguf-q4_0"}
