@@ -13,6 +13,7 @@ demo: $(READY)
 	$(BIN)/quantry inspect demo
 	$(BIN)/quantry quantize demo -o build/demo-q4_k_m --preset gguf-q4_k_m
 	$(BIN)/quantry inspect build/demo-q4_k_m
+	$(BIN)/quantry verify build/demo-q4_k_m --reference demo --windows 4
 	$(BIN)/python examples/ask.py build/demo-q4_k_m/demo-Q4_K_M.gguf "What color is the sky?"
 	$(BIN)/quantry quantize demo -o build/demo-w4a16 --preset w4a16
 

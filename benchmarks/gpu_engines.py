@@ -5,9 +5,7 @@
 Also holds the artefacts made with `device="cuda"` against those made on the CPU, byte for byte.
 """
 
-import json
 import os
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "tests" / "engines")]
-
-from transformers import AutoTokenizer  # noqa: E402
+sys.path[:0] = [str(HERE)]
 
 import quantry  # noqa: E402
-from decoded import divergence, load, log_probabilities  # noqa: E402
 from measure import keep  # noqa: E402
-from quantry.checkpoint.reader import demo_folder  # noqa: E402
+from quantry.errors import QuantryError  # noqa: E402
+from quantry.proof import measuring  # noqa: E402
+from quantry.proof.reference import Reference, reference  # noqa: E402
+from quantry.proof.served import vllm  # noqa: E402
+from quantry.proof.sources import open_source, tokenizer  # noqa: E402
+from quantry.proof.text import default_text, windows  # noqa: E402
 
 CASES = [
     ("bf16", "safetensors", None), ("w4a16", "compressed-tensors", 128), ("w4a16-asym", "compressed-tensors", 64),
@@ -34,45 +34,39 @@ CASES = [
     ("nf4", "bitsandbytes", None),
 ]  # fmt: skip
 AT_A_TIME = 5
+OPTIONS = {"gpu_memory_utilization": 0.1, "skip_tokenizer_init": True}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
 
 
-def score(folder: Path) -> tuple[str, Any]:
-    """What vLLM says of one artefact: its scores, or the error it ended with; and how long it took."""
-    environment = {
-        **os.environ,
-        "QUANTRY_VLLM_ARGUMENTS": json.dumps({"gpu_memory_utilization": 0.1, "skip_tokenizer_init": True}),
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "HF_HUB_OFFLINE": "1",
-    }
-    out = folder.with_suffix(".json")
-    script, tokens = HERE.parent / "tests/engines/score_vllm.py", folder.parent / "tokens.json"
-    command = [sys.executable, *map(str, (script, tokens, out, folder))]
+def score(folder: Path, kept: Reference) -> dict[str, Any]:
+    """What vLLM says of one artefact against its bytes and the 16-bit model, or the error it ended with."""
+    ids = [kept.compact(index).ids for index in range(len(kept.windows))]
     start = time.perf_counter()
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=150)
-    except subprocess.TimeoutExpired:
-        return folder.name, ("no answer in 150 s", 150.0, [])
-    log = (done.stdout + done.stderr).splitlines()
-    kernels = sorted({line.split("] ")[-1] for line in log if "ernel" in line and "Using" in line})
-    if not out.exists():
-        return folder.name, (" | ".join(log[-3:])[-600:], time.perf_counter() - start, kernels)
-    found = json.loads(out.read_text())[str(folder)]
-    if isinstance(found, str):
-        causes = [line for line in log if "Error" in line and "Traceback" not in line]
-        found = (causes[0].split("] ")[-1] if causes else found)[:400]
-    return folder.name, (found, time.perf_counter() - start, kernels)
+        served = vllm.score(folder, kept.windows, ids, python=Path(sys.executable), options=OPTIONS, patience=150.0)
+    except QuantryError as error:
+        return {"refused": error.problem[:400], "seconds": round(time.perf_counter() - start, 1)}
+    seconds = round(time.perf_counter() - start, 1)
+    every = range(len(kept.windows))
+    decoded = measuring.decode(open_source(folder), kept)
+    return {
+        "seconds": seconds,
+        "kernels": [note for note in served.notes if "ernel" in note],
+        "memory": dict(served.memory),
+        "kl_to_decoded": measuring.gap(kept, decoded.observed, served.observed, every).kl,
+        "kl_to_16_bit": measuring.summarize(kept, served.observed, every).kl.value,
+        "decoded_kl_to_16_bit": measuring.summarize(kept, decoded.observed, every).kl.value,
+    }
 
 
 def main(work: Path) -> None:
     work.mkdir(parents=True, exist_ok=True)
-    tokenizer = AutoTokenizer.from_pretrained(demo_folder())
-    texts = (demo_folder() / "held-out.txt").read_text(encoding="utf-8").split("\n\n")
-    sequences = [tokenizer(text).input_ids[:200] for text in texts if len(text) > 600][:4]
-    (work / "tokens.json").write_text(json.dumps(sequences))
+    os.environ |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "QUANTRY_CACHE": str(work / "cache")}
+    demo = open_source("demo")
+    kept = reference(demo, windows(default_text()[0], tokenizer(demo), 200, 4))
     folders, same = [], {}
     for preset, form, group in CASES:
         folder = work / f"{preset}-{form}"
@@ -80,21 +74,12 @@ def main(work: Path) -> None:
         quantry.quantize("demo", work / "cpu" / folder.name, preset=preset, format=form, group=group)
         same[folder.name] = contents(folder) == contents(work / "cpu" / folder.name)
         folders.append(folder)
-    with ThreadPoolExecutor(AT_A_TIME) as pool:
-        served = dict(pool.map(score, folders))
-    plain = log_probabilities(load(demo_folder()), sequences)
     figures: dict[str, Any] = {}
-    for folder in folders:
-        found, seconds, kernels = served[folder.name]
-        row: dict[str, Any] = {"cuda_equals_cpu": same[folder.name], "seconds": round(seconds, 1), "kernels": kernels}
-        if isinstance(found, str):
-            row["refused"] = found
-        else:
-            row["kl_to_decoded"] = divergence(found, log_probabilities(load(folder), sequences))
-            row["kl_to_16_bit"] = divergence(found, plain)
-        figures[folder.name] = row
-        print(folder.name, json.dumps(row)[:300], flush=True)
-    keep("gpu_engines", {"schemes": figures})
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        for folder, row in zip(folders, pool.map(lambda folder: score(folder, kept), folders), strict=True):
+            figures[folder.name] = {"cuda_equals_cpu": same[folder.name], **row}
+            print(folder.name, figures[folder.name], flush=True)
+    keep("gpu_engines", {"noise": dict(kept.noise), "schemes": figures})
 
 
 if __name__ == "__main__":

@@ -42,8 +42,8 @@ def imported(*arguments: str) -> set[str]:
 
 def test_public_names_are_frozen() -> None:
     assert set(quantry.__all__) == {
-        "Anatomy", "Artefact", "Device", "Hardware", "QuantryError", "__version__", "convert", "hardware", "inspect",
-        "matrix", "plan", "presets", "quantize",
+        "Anatomy", "Artefact", "Device", "Difference", "Hardware", "Proof", "QuantryError", "__version__", "convert", "diff",
+        "hardware", "inspect", "matrix", "plan", "presets", "quantize", "verify",
     }  # fmt: skip
     for name in quantry.__all__:
         assert getattr(quantry, name) is not None
@@ -61,6 +61,7 @@ def test_flags_are_frozen() -> None:
     }
     assert flags == {
         "convert": ["--dry-run", "--json", "--output", "--requantize", "--to", "-o", "source"],
+        "diff": ["--device", "--json", "--length", "--text", "--windows", "a", "b"],
         "hardware": ["--gpu", "--json"],
         "inspect": ["--json", "model"],
         "matrix": ["--json", "name"],
@@ -71,6 +72,10 @@ def test_flags_are_frozen() -> None:
         "quantize": [
             "--device", "--dry-run", "--format", "--group", "--imatrix", "--json", "--keep-odd", "--output", "--plan", "--preset",
             "--recipe", "-o", "model",
+        ],
+        "verify": [
+            "--device", "--engine", "--engine-python", "--gate", "--json", "--judge", "--judge-key", "--judge-model", "--length",
+            "--limit", "--max-tokens", "--prompts", "--reference", "--tasks", "--text", "--windows", "artefact",
         ],
     }  # fmt: skip
 
@@ -175,7 +180,7 @@ def test_unreadable_values_do_not_leak_a_traceback(make_folder: MakeFolder) -> N
 def test_unknown_plugin_is_answered_with_the_choices() -> None:
     with pytest.raises(UnknownNameError, match=r"unknown cli 'inspct'; did you mean inspect\?"):
         registry.load("quantry.cli", "inspct")
-    with pytest.raises(UnknownNameError, match="choose one of: convert, hardware, inspect, matrix"):
+    with pytest.raises(UnknownNameError, match="choose one of: convert, diff, hardware, inspect, matrix"):
         registry.load("quantry.cli", "zzz")
     assert registry.load("quantry.cli", "inspect").__name__ == "quantry.cli.inspect"
 

@@ -15,28 +15,34 @@ if TYPE_CHECKING:
     from quantry.pipeline import quantize
     from quantry.planning.decision import plan
     from quantry.planning.matrices import matrix
+    from quantry.proof.comparison import diff
+    from quantry.proof.verification import verify
     from quantry.recipe import presets
-    from quantry.types import Anatomy, Artefact
+    from quantry.types import Anatomy, Artefact, Difference, Proof
 
 __version__ = "0.1.0"
 __all__ = [
-    "Anatomy", "Artefact", "Device", "Hardware", "QuantryError", "__version__", "convert", "hardware", "inspect",
-    "matrix", "plan", "presets", "quantize",
+    "Anatomy", "Artefact", "Device", "Difference", "Hardware", "Proof", "QuantryError", "__version__", "convert",
+    "diff", "hardware", "inspect", "matrix", "plan", "presets", "quantize", "verify",
 ]  # fmt: skip
 
 _HOMES = {
     "Anatomy": "types",
     "Artefact": "types",
     "Device": "devices",
+    "Difference": "types",
     "Hardware": "devices",
+    "Proof": "types",
     "QuantryError": "errors",
     "convert": "conversion",
+    "diff": "proof.comparison",
     "hardware": "devices",
     "inspect": "anatomy",
     "matrix": "planning.matrices",
     "plan": "planning.decision",
     "presets": "recipe",
     "quantize": "pipeline",
+    "verify": "proof.verification",
 }
 
 

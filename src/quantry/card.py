@@ -4,17 +4,30 @@ job gives the same bytes.
 
 import json
 import platform
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from quantry import __version__
 from quantry.checkpoint.workspace import Finished
+from quantry.checkpoint.writer import write_atomically
+from quantry.errors import OutputError
 from quantry.pieces import Division
 from quantry.recipe import Recipe
 from quantry.types import Anatomy, Artefact
+
+SECTION = ("<!-- proof -->", "<!-- end of proof -->")  # of the model card
+FIGURES = {  # of a proof -> how the card calls them, and how they are written
+    "kl": ("mean KL divergence", ".4f"),
+    "kl_median": ("median KL divergence", ".4f"),
+    "kl_p99": ("99th percentile of KL divergence", ".3f"),
+    "top1": ("same first token", ".1%"),
+    "perplexity": ("perplexity", ".3f"),
+}
 
 
 def plan(source: str, out: Path, recipe: Recipe, anatomy: Anatomy, division: Division) -> Artefact:
@@ -82,3 +95,89 @@ tags: [quantized, quantry, {artefact.preset}]
 {"".join(f"{note}{chr(10)}" for note in artefact.notes)}
 `quantry.json` has the recipe, the versions, the SHA-256 of each shard and the fate of every tensor.
 """
+
+
+def record_proof(folder: Path, proof: Mapping[str, Any]) -> bool:
+    """Puts a proof (types.Proof as a dict) into quantry.json and the model card, in place of an older one.
+
+    An artefact without quantry.json was made by another tool and is left as it is; then False is returned.
+    """
+    note, card = folder / "quantry.json", folder / "README.md"
+    if not note.is_file():
+        return False
+    kept = {key: value for key, value in proof.items() if key != "artefact"}
+    if "reference" in kept:
+        kept["reference"] = Path(kept["reference"]).name  # as with the source: no paths of this machine
+    try:
+        content = {**json.loads(note.read_text()), "proof": kept}
+        text = card.read_text() if card.is_file() else ""
+        write_atomically(note, (json.dumps(content, indent=2) + "\n").encode())
+        write_atomically(card, _with_section(text, proof_section(kept)).encode())
+    except ValueError as error:
+        raise OutputError(
+            f"{note} is not JSON ({str(error)[:80]})", fix="write the artefact again with quantry quantize"
+        ) from error
+    except OSError as error:
+        raise OutputError(
+            f"cannot write {error.filename or note}: {error.strerror}", fix="mend that, or verify without recording"
+        ) from error
+    return True
+
+
+def proof_section(proof: Mapping[str, Any]) -> str:
+    """The proof for people."""
+    served: Mapping[str, Any] = proof.get("served") or {}
+    verdict = "Passes" if proof.get("verdict") == "pass" else "**Fails**"
+    text = proof.get("text") or {}
+    columns = ["decoded", f"served by {served.get('engine')} {served.get('version', '')}".strip()][: 1 + bool(served)]
+    rows = [
+        f"| {words} | {' | '.join(_figure(side, name, style) for side in (proof, served)[: len(columns)])} |"
+        for name, (words, style) in FIGURES.items()
+    ]
+    where = f" on {text['name']} ({text.get('positions', 0):,} positions)" if "name" in text else ""
+    parts = [
+        f"## Proof\n\n{verdict} the gate *{proof.get('gate')}*, held against {proof.get('reference')}{where}.",
+        "\n".join([f"| | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|", *rows]),
+        f"The reference has a perplexity of {_number(proof, 'reference_perplexity', '.3f')};"
+        f" in 16-bit arithmetic it differs from itself by a KL of {_number(proof, 'noise_floor', '.2g')}.",
+        _memory(proof.get("memory") or {}),
+        "\n".join(f"- {finding['words']}" for finding in proof.get("findings", ()) if not finding.get("ok", True)),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _with_section(text: str, section: str) -> str:
+    """The card with its section replaced, or put at its end."""
+    begin, end = SECTION
+    whole = f"{begin}\n{section}{end}\n"
+    older = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}\n?", re.DOTALL)
+    if older.search(text):
+        return older.sub(lambda _: whole, text, count=1)
+    return f"{text.rstrip()}\n\n{whole}" if text.strip() else whole
+
+
+def _figure(side: Mapping[str, Any], name: str, style: str) -> str:
+    """A number with its confidence interval, if it has one."""
+    bounds = (side.get("intervals") or {}).get(name)
+    reach = f" ({bounds[0]:{style}} to {bounds[1]:{style}})" if bounds else ""
+    return _number(side, name, style) + reach
+
+
+def _number(side: Mapping[str, Any], name: str, style: str) -> str:
+    value = side.get(name)
+    return "-" if value is None else f"{value:{style}}"
+
+
+def _memory(memory: Mapping[str, Any]) -> str:
+    """Predicted bytes beside those that the engine reported; each side by part."""
+    predicted, measured = memory.get("predicted") or {}, memory.get("measured") or {}
+    names = list(dict.fromkeys([*predicted, *measured]))
+    if not names:
+        return ""
+    rows = [f"| {name.replace('_', ' ')} | {_bytes(predicted, name)} | {_bytes(measured, name)} |" for name in names]
+    return "\n".join(["| memory, bytes | predicted | measured |", "|---|---|---|", *rows])
+
+
+def _bytes(side: Mapping[str, Any], name: str) -> str:
+    value = side.get(name)
+    return f"{value:,}" if isinstance(value, int) else "-"

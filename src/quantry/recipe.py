@@ -129,6 +129,24 @@ def from_options(
     return _build({**settings, **{key: value for key, value in overrides.items() if value is not None}})
 
 
+def from_card(content: Mapping[str, Any]) -> Recipe:
+    """The recipe that quantry.json tells of."""
+    told = content["recipe"]
+    rules = [
+        {"match": rule["match"]}
+        | ({"type": rule["type"]} if rule["type"] else _named(rule["preset"]) if rule["preset"] else {"keep": True})
+        for rule in told["rules"]
+    ]
+    return _build({**_named(told["preset"]), "format": told["format"], "rules": rules})
+
+
+def _named(told: Mapping[str, Any]) -> dict[str, Any]:
+    """A preset by its name, and its group where that is another than the preset's own."""
+    group = tuple(told["scheme"]["weight"]["block"])
+    known = _presets().get(told["name"])
+    return {"preset": told["name"]} | ({"group": group[1]} if known and group != known.scheme.weight.block else {})
+
+
 def _build(settings: Mapping[str, Any]) -> Recipe:
     _only(settings, {"preset", "format", "group", "rules"}, "recipe")
     main = preset(_text(settings, "preset"), settings.get("group"))

@@ -4,10 +4,11 @@ Where each tensor goes back to is known from the header (llamacpp/restoring.py),
 piece by piece, in the memory of one tensor, resumable.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,34 @@ def restore(
     progress: Progress | None,
 ) -> Artefact:
     """Writes the GGUF file `source` as a 16-bit checkpoint to the folder `out`; dtype is bf16 or f16."""
+    file = open_file(source)
+    small = retokenizing.tokenizer(file.metadata)
+    division = _divide(file, dtype)
+    recipe = _recipe(dtype)
+    planned = card.plan(str(source), out, recipe, dissect(file.checkpoint), division)
+    if announce:
+        announce(planned)
+    check_room(out, division.bytes)
+    if dry_run:
+        return planned
+    container = SafetensorsFolder(small.items(), file.config, dtype)
+    job = Job(file.checkpoint, file.folder, recipe, division, planned, container, shard_bytes)
+    return write(job, Restorer(file), progress)
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFile:
+    """An open GGUF file (all parts of a split one), as the checkpoint that it goes back to."""
+
+    checkpoint: Checkpoint
+    folder: Path
+    config: dict[str, Any]  # config.json, but for the dtype
+    metadata: Mapping[str, Any]
+    pairs: list[tuple[TensorInfo, Target]]
+
+
+def open_file(source: str | Path) -> GGUFFile:
+    """Opens a GGUF file or the folder that holds one."""
     checkpoint = open_checkpoint(source)
     place = local_folder(source)
     folder = place if place.is_dir() else place.parent
@@ -52,26 +81,15 @@ def restore(
         raise CheckpointError(f"{source} changed between its header and its download", fix="run the command again")
     found = header.read_shards(files, name, whole=True)
     config = restoring.config(found.metadata, found.tensors, lambda name: _values(checkpoint, name))
-    pairs = restoring.originals(config, found.tensors)
-    small = retokenizing.tokenizer(found.metadata)
-    division = _divide(pairs, dtype)
-    recipe = _recipe(dtype)
-    planned = card.plan(str(source), out, recipe, dissect(checkpoint), division)
-    if announce:
-        announce(planned)
-    check_room(out, division.bytes)
-    if dry_run:
-        return planned
-    container = SafetensorsFolder(small.items(), config, dtype)
-    job = Job(checkpoint, folder, recipe, division, planned, container, shard_bytes)
-    return write(job, Restorer({target.name: tensor for tensor, target in pairs}, MappedWeights(folder)), progress)
+    return GGUFFile(checkpoint, folder, config, found.metadata, restoring.originals(config, found.tensors))
 
 
 class Restorer:
     """Makes checkpoint tensors from those of a GGUF file."""
 
-    def __init__(self, tensors: dict[str, TensorInfo], weights: MappedWeights) -> None:
-        self._tensors, self._weights = tensors, weights
+    def __init__(self, file: GGUFFile) -> None:
+        self._tensors = {target.name: tensor for tensor, target in file.pairs}
+        self._weights = MappedWeights(file.folder)
 
     def make(self, piece: Piece) -> Iterator[tuple[str, Tensor]]:
         assert isinstance(piece, Restore)
@@ -113,16 +131,20 @@ class Restorer:
             yield decoded if len(shape) > 1 else decoded[0]
 
 
-def _divide(pairs: list[tuple[TensorInfo, Target]], dtype: str) -> Division:
-    """The checkpoint's tensors, each with all that it is made of."""
+def originals(file: GGUFFile, dtype: str) -> tuple[Restore, ...]:
+    """The checkpoint's tensors, each with all that it is made of; dtype is bf16, f16 or f32."""
     parts: dict[str, list[tuple[Target, int]]] = {}
-    fates = {}
-    for tensor, target in pairs:
+    for _, target in file.pairs:
         for index, source in enumerate(target.sources):
             parts.setdefault(source.name, []).append((target, index))
-        fates[tensor.name] = "decoded" if target.sources else "dropped: config.json has it"
-    pieces = [Restore(name, tuple(made), _entry(name, made, dtype)) for name, made in parts.items()]
-    return Division(dtype, tuple(pieces), fates, {}, ())
+    return tuple(Restore(name, tuple(made), _entry(name, made, dtype)) for name, made in parts.items())
+
+
+def _divide(file: GGUFFile, dtype: str) -> Division:
+    fates = {
+        tensor.name: "decoded" if target.sources else "dropped: config.json has it" for tensor, target in file.pairs
+    }
+    return Division(dtype, originals(file, dtype), fates, {}, ())
 
 
 def _entry(name: str, parts: list[tuple[Target, int]], dtype: str) -> Entry:
@@ -136,7 +158,7 @@ def _entry(name: str, parts: list[tuple[Target, int]], dtype: str) -> Entry:
         shape = shape[::-1]
     if sources[0].expert is not None:
         shape = (max(source.expert for source in sources if source.expert is not None) + 1, *shape)
-    return name, STORED[dtype], shape
+    return name, STORED.get(dtype, dtype.upper()), shape
 
 
 def _values(checkpoint: Checkpoint, name: str) -> tuple[float, ...]:

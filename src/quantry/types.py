@@ -194,6 +194,18 @@ class QTensor:
         return tuple(self.codes.shape)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Stats:
+    """What calibration saw of one input that some linear layers share; `gram` and the means are over its tokens."""
+
+    tokens: int
+    gram: "Tensor"  # (channels, channels) float32, the mean of x x'
+    absmax: "Tensor"  # (channels,) float32, and so are the means
+    mean_abs: "Tensor"
+    mean_square: "Tensor"
+    histogram: "Tensor | None" = None  # (2048,) int64, counts of |x| over equal steps from 0 to the largest
+
+
 @dataclass(frozen=True, slots=True)
 class Artefact:
     """A quantized checkpoint, planned or written. Field names are the JSON names."""
@@ -210,6 +222,63 @@ class Artefact:
     kept_tensors: int
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name -> bytes, sha256; empty until written
     notes: tuple[str, ...] = ()  # what a person should know of how it was made
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What a quantized model lost against its 16-bit reference, and if that is acceptable. Names are the JSON names.
+
+    The figures are of the artefact decoded from its bytes; `served` has the same of the engine, and where there is one
+    the gate is held against it.
+    """
+
+    artefact: str
+    reference: str
+    gate: str
+    verdict: Literal["pass", "fail"]
+    kl: float  # mean over positions, in nats; KL(reference || artefact)
+    kl_median: float
+    kl_p99: float
+    top1: float  # share of positions whose likeliest token is the reference's
+    perplexity: float
+    reference_perplexity: float
+    noise_floor: float  # the KL of the reference against itself in 16-bit arithmetic
+    served: Mapping[str, Any] | None
+    intervals: Mapping[str, tuple[float, float]]  # 95 %, by bootstrap over windows
+    findings: tuple[Mapping[str, Any], ...]  # everything that was held against a limit
+    text: Mapping[str, Any]  # name, windows, length, positions
+    compact: Mapping[str, Any]  # tokens kept of each position, and what the KL lacks for that
+    worst_tensors: tuple[Mapping[str, Any], ...]
+    memory: Mapping[str, Any] | None = None  # predicted beside what the engine reported
+    prompts: Mapping[str, Any] | None = None
+    tasks: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return self.verdict == "pass"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Two artefacts side by side on the same text. Names are the JSON names; KL is of B against A."""
+
+    a: Mapping[str, Any]  # source, format, bytes, bits_per_weight, perplexity
+    b: Mapping[str, Any]
+    kl: float
+    kl_median: float
+    kl_p99: float
+    top1: float
+    intervals: Mapping[str, tuple[float, float]]
+    text: Mapping[str, Any]
+    tensors: tuple[Mapping[str, Any], ...]  # those that differ most, first
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,6 +1,7 @@
 """The weights of a local checkpoint as torch tensors, mapped from the files: nothing is copied until it is used."""
 
 import mmap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantry.errors import CheckpointError
-from quantry.types import TensorInfo
+from quantry.types import Activation, Checkpoint, TensorInfo
 
 DTYPES = {
     "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
@@ -50,6 +51,10 @@ class MappedWeights:
                 done += count
         return buffer[: tensor.nbytes].view(DTYPES[tensor.dtype]).view(tensor.shape)
 
+    def copy(self, tensor: TensorInfo) -> Tensor:
+        """The tensor in memory of its own, which goes away with it."""
+        return self.read(tensor, torch.empty(tensor.nbytes, dtype=torch.uint8))
+
     def release(self, tensor: TensorInfo) -> None:
         """Lets the kernel take the tensor's pages back, so that resident memory does not grow with the model."""
         page = mmap.PAGESIZE
@@ -63,6 +68,20 @@ class MappedWeights:
             with (self._folder / file).open("rb") as handle:
                 self._maps[file] = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._maps[file]
+
+
+class PlainWeights:
+    """A checkpoint whose weights are not quantized, as a walk reads it (walk.Source)."""
+
+    def __init__(self, checkpoint: Checkpoint, folder: Path) -> None:
+        self._tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
+        self._weights = MappedWeights(folder)
+        self.config, self.names = checkpoint.config, tuple(self._tensors)
+        self.activations: Mapping[str, Activation] = {}
+
+    def read(self, name: str) -> Tensor:
+        """The values of a tensor, in its own float type."""
+        return self._weights.copy(self._tensors[name])
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

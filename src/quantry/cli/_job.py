@@ -41,6 +41,26 @@ def bar(quiet: bool = False) -> Iterator[Progress | None]:
         yield report
 
 
+@contextmanager
+def steps(quiet: bool = False) -> Iterator[Progress | None]:
+    """Gives a function to report how many of how many are done, and of what; None when there is nothing to show."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield None
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("")
+
+        def report(done: int, total: int, label: str) -> None:
+            progress.update(task, completed=done, total=total, description=label)
+
+        yield report
+
+
 def announce(artefact: "Artefact") -> None:
     """What is about to be written."""
     typer.echo(

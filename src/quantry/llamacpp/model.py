@@ -23,6 +23,16 @@ from quantry.errors import CheckpointError, ModelNotFoundError, QuantryError
 
 PIECE = 512  # tokens decoded at once: more would cost llama.cpp as many rows of logits
 ERROR = 4  # of enum ggml_log_level
+MIB = 1 << 20
+BUFFER = re.compile(r"(?P<kind>REPACK model|model|KV|RS|compute|output) buffer size = +(?P<size>[\d.]+) MiB")  # its log
+KINDS = {
+    "model": "weights",
+    "REPACK model": "repacked",  # copies in another order, for its kernels
+    "KV": "kv_cache",
+    "RS": "kv_cache",
+    "compute": "compute",
+    "output": "output",
+}
 
 
 class _Params(ctypes.Structure):
@@ -71,7 +81,11 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {  # what each returns, then what it tak
 
 
 class Model:
-    """A loaded model. Every call starts from an empty context; close it, or use it in a `with` statement."""
+    """A loaded model. Every call starts from an empty context; close it, or use it in a `with` statement.
+
+    `memory` is what llama.cpp said it took when it loaded: bytes of `weights`, of those `repacked`, of the `kv_cache`,
+    and for `compute` and `output`.
+    """
 
     def __init__(self, path: Path | str, context: int = 512, threads: int | None = None) -> None:
         file = Path(path)
@@ -79,6 +93,7 @@ class Model:
             raise ModelNotFoundError(f"{file} is not a file", fix="give the path of a GGUF file")
         self._api = _api()
         _log.clear()
+        _sizes.clear()
         model = self._api.llama_model_load_from_file(os.fsencode(file), self._api.llama_model_default_params())
         if not model:
             raise _refused(file, "does not load")
@@ -89,6 +104,7 @@ class Model:
             self._api.llama_model_free(model)
             raise _refused(file, f"gets no context of {context} tokens")
         self._release = finalize(self, _free, self._api, model, self._context)
+        self.memory = _memory()
         cores = threads or os.cpu_count() or 1
         self._api.llama_set_n_threads(self._context, cores, cores)
         self._vocabulary = self._api.llama_model_get_vocab(model)
@@ -192,13 +208,22 @@ class Model:
 
 
 _log: deque[str] = deque(maxlen=16)  # the last errors llama.cpp told of
+_sizes: list[tuple[str, float]] = []  # the buffers it told of since a model was asked for, in MiB
 
 
 def _listen(level: int, text: bytes | None, _: Any) -> None:
-    """Takes llama.cpp's log instead of the terminal, and keeps errors for whoever has to explain one."""
+    """Takes llama.cpp's log instead of the terminal: errors for whoever has to explain one, and sizes of buffers."""
     words = (text or b"").decode(errors="replace").strip()
     if level == ERROR and words:
         _log.append(words)
+    elif found := BUFFER.search(words):
+        _sizes.append((KINDS[found["kind"]], float(found["size"])))
+
+
+def _memory() -> dict[str, int]:
+    """Bytes of all buffers of a kind, as far as MiB with two digits tell them."""
+    kinds = dict.fromkeys(kind for kind, _ in _sizes)
+    return {kind: round(MIB * sum(size for other, size in _sizes if other == kind)) for kind in kinds}
 
 
 _listener = ctypes.CFUNCTYPE(None, ctypes.c_int, c_char_p, c_void_p)(_listen)  # must live as long as the library

@@ -1,0 +1,149 @@
+"""Models of any format as the weights they stand for: a `walk.Source` for each, decoded from the bytes on the disk."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from quantry import restoration
+from quantry.artefact import QuantizedModel
+from quantry.checkpoint.packed import quantization
+from quantry.checkpoint.reader import local_folder, open_checkpoint
+from quantry.checkpoint.weights import MappedWeights, PlainWeights
+from quantry.checkpoint.workspace import JOB
+from quantry.errors import CheckpointError, QuantryError
+from quantry.formats.gguf import BLOCKS
+from quantry.llamacpp import retokenizing
+from quantry.numerics.grids import dequantize
+from quantry.types import Activation, Checkpoint, Grid, Scheme
+
+UNFINISHED = "run the quantize command again: it goes on where it stopped"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """An open model: the names and decoded values of its tensors, and how they are quantized."""
+
+    path: Path  # the folder of safetensors, or the (first) GGUF file
+    checkpoint: Checkpoint
+    config: Mapping[str, Any]
+    names: Sequence[str]
+    schemes: Mapping[str, Scheme]  # quantized modules, named as transformers' checkpoints name them
+    _read: Callable[[str], Tensor] = field(repr=False)
+    _metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of a GGUF file, long arrays too
+
+    @property
+    def format(self) -> str:
+        """The container: safetensors or gguf."""
+        return self.checkpoint.format
+
+    @cached_property
+    def activations(self) -> Mapping[str, Activation]:
+        """The modules whose input an engine quantizes, and how."""
+        found = {module: scheme.activation for module, scheme in self.schemes.items() if scheme.activation}
+        for module, activation in found.items():
+            if not activation.dynamic:
+                raise CheckpointError(
+                    f"{module} has a static scale for its input, which is not simulated",
+                    fix="quantize the model with dynamic activations, as the presets do",
+                )
+        return found
+
+    def read(self, name: str) -> Tensor:
+        """The values of a tensor: in its own float type, or in float32 where they are decoded."""
+        return self._read(name)
+
+    def tokenizer_files(self) -> Mapping[str, bytes]:
+        """The files of the tokenizer that a GGUF file has inside."""
+        return retokenizing.tokenizer(self._metadata)
+
+
+def open_source(model: str | Path) -> ModelSource:
+    """Opens a 16-bit checkpoint, a quantized one, a GGUF file or a folder that holds one."""
+    _check_finished(Path(model).expanduser())
+    checkpoint = open_checkpoint(model)
+    if checkpoint.format == "gguf":
+        return _gguf(model)
+    return _plain(model) if quantization(checkpoint) is None else _quantized(model)
+
+
+def tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model: its tokenizer.json as it is, or what its GGUF file has inside."""
+    if source.format == "safetensors":
+        return _load_tokenizer(source.path)
+    with TemporaryDirectory() as folder:
+        for name, data in source.tokenizer_files().items():
+            (Path(folder) / name).write_bytes(data)
+        return _load_tokenizer(Path(folder))
+
+
+def _plain(model: str | Path) -> ModelSource:
+    folder = local_folder(model)
+    checkpoint = open_checkpoint(folder)
+    plain = PlainWeights(checkpoint, folder)
+    return ModelSource(folder, checkpoint, plain.config, plain.names, {}, plain.read)
+
+
+def _quantized(model: str | Path) -> ModelSource:
+    artefact = QuantizedModel(model)
+    weights = MappedWeights(artefact.folder)
+    plain = {tensor.name: tensor for tensor in artefact.plain}
+    modules = {f"{module}.weight": module for module in artefact.schemes}
+
+    def read(name: str) -> Tensor:
+        return dequantize(artefact.read(modules[name])) if name in modules else weights.copy(plain[name])
+
+    config = {key: value for key, value in artefact.checkpoint.config.items() if key != "quantization_config"}
+    return ModelSource(artefact.folder, artefact.checkpoint, config, (*plain, *modules), artefact.schemes, read)
+
+
+def _gguf(model: str | Path) -> ModelSource:
+    file = restoration.open_file(model)
+    pieces = {piece.name: piece for piece in restoration.originals(file, "f32")}
+    restorer = restoration.Restorer(file)
+    stored = {target.name: tensor.dtype.lower() for tensor, target in file.pairs}
+    kinds = {name: stored[piece.parts[0][0].name] for name, piece in pieces.items()}
+    return ModelSource(
+        file.folder / min(file.checkpoint.files),
+        file.checkpoint,
+        file.config,
+        tuple(pieces),
+        {name.removesuffix(".weight"): Scheme(_grid(kind)) for name, kind in kinds.items() if kind in BLOCKS},
+        lambda name: torch.cat([part for _, part in restorer.make(pieces[name])]),
+        file.metadata,
+    )
+
+
+def _grid(kind: str) -> Grid:
+    """The grid of one of ggml's block types, whose names begin with their bits: q4_k, iq4_nl."""
+    return Grid(kind, int(kind.lstrip("iq")[0]))  # type: ignore[arg-type]
+
+
+def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """A tokenizer of a folder; classes of families would take tokenizer.json's parts and put them together anew."""
+    kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
+    try:
+        made: PreTrainedTokenizerBase = kind.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # the libraries have no class of their own for it
+        reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"the tokenizer of {folder} cannot be read: {reason}", fix="copy its files from the original model"
+        ) from error
+    return made
+
+
+def _check_finished(path: Path) -> None:
+    """Refuses what a job has not finished writing: its folder, or the output that is not there yet."""
+    if path.is_dir() and (path / JOB).exists():
+        raise QuantryError(f"{path} is not finished", fix=UNFINISHED)
+    for out in (path, path.parent):
+        partial = out.with_name(f"{out.name}.partial") if out.name else out
+        absent = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+        if absent and (partial / JOB).exists():
+            raise QuantryError(f"{path} is not finished: {partial} holds what there is of it", fix=UNFINISHED)

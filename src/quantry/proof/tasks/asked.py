@@ -1,0 +1,123 @@
+"""A model that can be asked, as lm-evaluation-harness wants one. Imported when tasks run, since it is optional."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from quantry.errors import QuantryError
+from quantry.proof.tasks.answers import Answers, Pair, Progress
+
+MAX_TOKENS = 256  # written where a task does not say; as in the harness
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # all mean the same to the harness
+
+
+class AskedModel(TemplateLM):  # type: ignore[misc]
+    """Texts become tokens as in the harness's own `hf` model: a pair is encoded whole and cut after its context."""
+
+    def __init__(self, answers: Answers, progress: Progress | None = None) -> None:
+        super().__init__()
+        self.answers, self.progress = answers, progress
+        self.failed = False  # whether an error came from the model and not from a task
+        self.truncated: dict[str, int] = {}  # task -> requests that lost their start
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.answers.prefix
+
+    @property
+    def tokenizer_name(self) -> str:
+        return type(self.answers).__name__
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        return self.answers.encode(string, special=add_special_tokens is not False)
+
+    def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
+        return self.answers.chat(chat_history, answer_begun=not add_generation_prompt)
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        self._requests = requests
+        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        return found
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        for request, (_texts, before, after) in zip(self._requests, requests, strict=True):
+            self._note(request, len(before) + len(after) - 1)
+        return self._scores([(before, after) for _texts, before, after in requests])
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
+        """The log-probability of whole texts, in windows that each go on where the one before ended."""
+        windows = [
+            (number, make_disjoint_window(window))
+            for number, request in enumerate(requests)
+            for window in get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.answers.context,
+                context_len=1,
+            )
+        ]
+        totals = [0.0] * len(requests)
+        for (number, _), (score, _) in zip(windows, self._scores([pair for _, pair in windows]), strict=True):
+            totals[number] += score
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
+        groups: dict[tuple[int, tuple[str, ...]], list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(_settings(request.args[1]), []).append(number)
+        found: dict[int, str] = {}
+        for (count, stops), numbers in groups.items():
+            prompts = [self._prompt(requests[number], count) for number in numbers]
+            with self._asking():
+                written = self.answers.generate(prompts, count, stops, self.progress)
+            texts = [_before_stop(self.answers.decode(tokens), stops) for tokens in written]
+            found.update(zip(numbers, texts, strict=True))
+        return [found[number] for number in range(len(requests))]
+
+    def _prompt(self, request: Instance, count: int) -> list[int]:
+        room = self.answers.context - count
+        if room < 1:
+            raise QuantryError(
+                f"{request.task_name} wants {count} tokens written in a context of {self.answers.context}",
+                fix="set a smaller max_gen_toks in its generation_kwargs, or use a larger context",
+            )
+        tokens = self.tok_encode(request.args[0])
+        self._note(request, len(tokens) + count)
+        return tokens[-room:]
+
+    def _scores(self, pairs: list[Pair]) -> list[tuple[float, bool]]:
+        with self._asking():
+            return self.answers.loglikelihoods(pairs, self.progress)
+
+    def _note(self, request: Instance, tokens: int) -> None:
+        if tokens > self.answers.context:
+            self.truncated[request.task_name] = self.truncated.get(request.task_name, 0) + 1
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self.failed = True
+            raise
+
+
+def _settings(given: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
+    """How much to write at most, and before what to stop; sampling is refused: it would differ each time."""
+    if given.get("do_sample") and given.get("temperature", 1.0) != 0:
+        raise QuantryError(
+            "a task that samples gets another answer each time", fix="set do_sample: false in its generation_kwargs"
+        )
+    until = given.get("until") or ()
+    count = next((int(given[name]) for name in LENGTHS if given.get(name) is not None), MAX_TOKENS)
+    return count, tuple(stop for stop in ((until,) if isinstance(until, str) else until) if stop)
+
+
+def _before_stop(text: str, stops: Sequence[str]) -> str:
+    return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]

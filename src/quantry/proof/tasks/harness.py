@@ -1,0 +1,289 @@
+"""lm-evaluation-harness on a model that can be asked: the tasks are its, the model is ours.
+
+A task is a YAML file of lm-evaluation-harness, or the name of one it brings (whose data it then fetches from the hub).
+A file's data can lie beside it:
+
+    task: riddles
+    dataset_path: json
+    dataset_kwargs: {data_files: {test: riddles.jsonl}}
+    test_split: test
+    output_type: multiple_choice
+    doc_to_text: "{{question}}"
+    doc_to_choice: "{{choices}}"
+    doc_to_target: "{{answer}}"
+
+Texts become tokens as in the harness's own `hf` model, so that the numbers can be held against published ones.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from quantry.errors import QuantryError, UnknownNameError
+from quantry.proof.tasks.answers import Answers, Progress
+from quantry.proof.tasks.significance import Paired, paired
+
+SEED = 1234  # for the choice of examples; as in the harness
+INSTALL = "pip install 'quantry[tasks]'"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One question of a task: what the model gave, and what each metric made of it."""
+
+    id: int
+    target: str
+    answer: list[Any]  # (log-probability, whether greedy) of every choice, or the text written
+    values: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskResult:
+    """A task's metrics by name, as the harness sums them up, and every question."""
+
+    task: str
+    metrics: Mapping[str, float]
+    higher_is_better: Mapping[str, bool]
+    samples: tuple[Sample, ...]
+    truncated: int = 0  # questions that lost their start because they did not fit the context
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskComparison:
+    """One metric of one task for both models; `paired` is over questions, None where a metric has no value for each."""
+
+    task: str
+    metric: str
+    base: float
+    quantized: float
+    higher_is_better: bool
+    paired: Paired | None
+
+
+def evaluate(
+    answers: Answers,
+    tasks: Sequence[str | Path],
+    *,
+    limit: int | None = None,
+    fewshot: int | None = None,
+    chat: bool = False,
+    progress: Progress | None = None,
+) -> list[TaskResult]:
+    """Runs tasks; `limit` takes the first questions of each, `fewshot` changes the number of examples before one."""
+    _check_installed()
+    if limit is not None and limit < 1:
+        raise QuantryError(f"a limit of {limit} questions leaves nothing to ask", fix="give at least 1")
+    from lm_eval.evaluator import evaluate as run
+
+    from quantry.proof.tasks.asked import AskedModel
+
+    model = AskedModel(answers, progress)
+    with TemporaryDirectory(prefix="quantry-tasks-") as folder, _quiet():
+        loaded = _load(tasks, Path(folder))
+        for task in loaded["tasks"].values():
+            _set_examples(task, fewshot)
+        try:
+            found = run(
+                lm=model, task_dict=loaded, limit=limit, bootstrap_iters=0, log_samples=True, apply_chat_template=chat
+            )
+        except QuantryError:
+            raise
+        except Exception as error:
+            if model.failed:
+                raise
+            raise _unfit(", ".join(loaded["tasks"]), error) from error
+    return [_result(name, found, model.truncated.get(name, 0)) for name in loaded["tasks"]]
+
+
+def compare(base: Sequence[TaskResult], quantized: Sequence[TaskResult]) -> list[TaskComparison]:
+    """Two models on the same tasks, metric by metric."""
+    if [(result.task, len(result.samples)) for result in base] != [(r.task, len(r.samples)) for r in quantized]:
+        raise QuantryError("the two models were not asked the same tasks", fix="run both with the same tasks and limit")
+    return [
+        TaskComparison(
+            task=first.task,
+            metric=metric,
+            base=value,
+            quantized=second.metrics[metric],
+            higher_is_better=first.higher_is_better.get(metric, True),
+            paired=_paired(first.samples, second.samples, metric),
+        )
+        for first, second in zip(base, quantized, strict=True)
+        for metric, value in first.metrics.items()
+    ]
+
+
+def _paired(base: Sequence[Sample], quantized: Sequence[Sample], metric: str) -> Paired | None:
+    pairs = [
+        (first.values[metric], second.values[metric])
+        for first, second in zip(base, quantized, strict=True)
+        if metric in first.values and metric in second.values
+    ]
+    return paired([first for first, _ in pairs], [second for _, second in pairs]) if pairs else None
+
+
+def _check_installed() -> None:
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError as error:
+        raise QuantryError(f"lm-evaluation-harness is not installed ({error})", fix=INSTALL) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the progress bars of the libraries below, which know nothing of who called them."""
+    import datasets
+    from lm_eval.api import task
+
+    bar, shown = task.tqdm, datasets.is_progress_bar_enabled()
+    task.tqdm = lambda items, **_: items
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        task.tqdm = bar
+        if shown:
+            datasets.enable_progress_bars()
+
+
+def _load(tasks: Sequence[str | Path], folder: Path) -> Any:
+    if not tasks:
+        raise QuantryError("no task is named", fix="give the name of a task or the path of its YAML file")
+    files = [_is_file(task) for task in tasks]
+    manager = _manager(with_names=not all(files))
+    specs = [
+        _read(Path(task), folder) if file else _known(str(task), manager)
+        for task, file in zip(tasks, files, strict=True)
+    ]
+    found: dict[str, Any] = {}
+    for task, spec in zip(tasks, specs, strict=True):
+        try:
+            one = manager.load(spec)
+        except Exception as error:
+            raise _unfit(str(task), error) from error
+        for kind, members in one.items():
+            twice = sorted(set(found.setdefault(kind, {})) & set(members))
+            if twice:
+                raise QuantryError(f"the task {twice[0]} is asked for twice", fix="name each task once")
+            found[kind].update(members)
+    unsafe = [name for name, task in found["tasks"].items() if getattr(task, "UNSAFE_CODE", False)]
+    if unsafe:
+        raise QuantryError(f"the task {unsafe[0]} runs code that the model writes", fix="choose another task")
+    return found
+
+
+@cache
+def _manager(with_names: bool) -> Any:
+    """The harness's index of tasks; reading the thousands that it brings takes several seconds."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_defaults=with_names)
+
+
+def _is_file(task: str | Path) -> bool:
+    return isinstance(task, Path) or task.endswith((".yaml", ".yml"))
+
+
+def _known(name: str, manager: Any) -> str:
+    if name not in manager.task_index:
+        close = get_close_matches(name, manager.all_tasks, n=3)
+        raise UnknownNameError(
+            f"lm-evaluation-harness has no task {name}" + (f"; near to it: {', '.join(close)}" if close else ""),
+            fix="give one of `lm-eval ls tasks`, or the path of a YAML file",
+        )
+    return name
+
+
+def _read(path: Path, folder: Path) -> dict[str, Any]:
+    """A task's YAML; data files of its own are found beside it, and their copy for reading is kept in `folder`."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    if not path.is_file():
+        raise QuantryError(f"there is no task file {path}", fix="give the path of a YAML file of lm-evaluation-harness")
+    try:
+        settings: dict[str, Any] = load_yaml(path)
+    except Exception as error:
+        raise _unfit(str(path), error) from error
+    if not {"task", "group"} & set(settings):
+        raise QuantryError(f"{path} names no task", fix="write `task: NAME` into it")
+    data = settings.get("dataset_kwargs")
+    if isinstance(data, dict) and "data_files" in data:
+        files = _placed(data["data_files"], path.parent)
+        settings["dataset_kwargs"] = {**data, "data_files": files, "cache_dir": str(folder)}
+    return settings
+
+
+def _placed(files: Any, folder: Path) -> Any:
+    """Paths of data files, relative ones from the folder of the task's file; every one must exist."""
+    if isinstance(files, dict):
+        return {split: _placed(each, folder) for split, each in files.items()}
+    if isinstance(files, list | tuple):
+        return [_placed(each, folder) for each in files]
+    if "://" in str(files):
+        return files
+    path = folder / Path(str(files)).expanduser()
+    if not path.is_file() and not any(folder.glob(str(files)) if not path.is_absolute() else ()):
+        raise QuantryError(f"the task has no data file {path}", fix="correct data_files, relative to its YAML file")
+    return str(path)
+
+
+def _set_examples(task: Any, fewshot: int | None) -> None:
+    """As the harness's command does: a task that fixes itself at no examples is left so."""
+    own = task.get_config("num_fewshot")
+    if own is None or (fewshot is not None and own != 0):
+        task.set_config(key="num_fewshot", value=fewshot or 0)
+    task.set_fewshot_seed(seed=SEED)
+
+
+def _unfit(task: str, error: Exception) -> QuantryError:
+    words = str(error).strip().splitlines() or [""]
+    return QuantryError(
+        f"the task {task} cannot be run: {type(error).__name__}: {words[0]}",
+        fix="see that its YAML and every line of its data have the same fields; without a network, use data files",
+    )
+
+
+def _result(name: str, found: Any, truncated: int) -> TaskResult:
+    keys = [key for key, value in found["results"][name].items() if "," in key and isinstance(value, int | float)]
+    names = {key: _metric(key) for key in keys if not key.partition(",")[0].endswith("_stderr")}
+    better = found.get("higher_is_better", {}).get(name, {})
+    return TaskResult(
+        task=name,
+        metrics={short: float(found["results"][name][key]) for key, short in names.items()},
+        higher_is_better={short: bool(better.get(key.partition(",")[0], True)) for key, short in names.items()},
+        samples=_samples(found["samples"][name], set(names.values())),
+        truncated=truncated,
+    )
+
+
+def _metric(key: str) -> str:
+    """The harness writes "acc,none": the filter is named only where there is one."""
+    metric, _, chosen = key.partition(",")
+    return metric if chosen == "none" else f"{metric},{chosen}"
+
+
+def _samples(rows: Sequence[Mapping[str, Any]], metrics: set[str]) -> tuple[Sample, ...]:
+    """One sample a question; the harness has one for each of a task's filters."""
+    found: dict[int, Sample] = {}
+    for row in sorted(rows, key=lambda row: int(row["doc_id"])):
+        names = {name: _metric(f"{name},{row['filter']}") for name in row["metrics"]}
+        values = {
+            short: float(row[name]) for name, short in names.items() if short in metrics and _is_number(row[name])
+        }
+        answer = [one if len(one) > 1 else one[0] for one in row["resps"]]  # as given, before filters
+        number = int(row["doc_id"])
+        others = found[number].values if number in found else {}
+        found[number] = Sample(number, str(row["target"]), answer, {**others, **values})
+    return tuple(found.values())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float) or (hasattr(value, "item") and getattr(value, "ndim", 1) == 0)

@@ -1,0 +1,232 @@
+"""A person's own prompts, asked of the 16-bit model and of the quantized one, and how far the answers agree.
+
+Prompts are JSON lines, one object each:
+
+    {"prompt": "The capital of France is", "answer": "Paris"}
+    {"messages": [{"role": "user", "content": "What is 2 plus 3?"}], "answer": ["5", "five"], "match": "exact"}
+
+`prompt` is text that the model goes on with, as it stands; `messages` go through its chat template. `answer` (one text
+or several, any of which counts) is optional, and so are `id` and `match`: "contains" (the default, since a model asked
+in prose answers in prose) wants the words of an answer somewhere in what was written, "exact" wants nothing else.
+Texts are compared without regard to case, white space and punctuation at the ends.
+"""
+
+import json
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from quantry.errors import QuantryError
+from quantry.proof.divergence import Interval
+from quantry.proof.tasks.answers import Answers, Progress
+from quantry.proof.tasks.significance import Paired, mean, paired
+
+Match = Literal["contains", "exact"]
+MAX_TOKENS = 128
+AGREEMENT = 0.85  # the handbook: below this share, a higher bit width or another group size is worth considering
+FIX = 'every line is an object with "prompt" or "messages", and optionally "answer", "match" and "id"'
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One question: `text` for a model to go on with, or `messages` for its chat template."""
+
+    id: str
+    text: str | None = None
+    messages: tuple[Mapping[str, Any], ...] = ()
+    answers: tuple[str, ...] = ()
+    match: Match = "contains"
+
+    @property
+    def question(self) -> str:
+        """What was asked, for a person or a judge to read."""
+        return (
+            self.text if self.text is not None else "\n\n".join(f"{m['role']}: {m['content']}" for m in self.messages)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRecord:
+    """What became of one prompt; `base_correct` and `quantized_correct` are None where there is no expected answer."""
+
+    id: str
+    base: str
+    quantized: str
+    agree: bool
+    base_correct: bool | None
+    quantized_correct: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReport:
+    """Both models on the same prompts. `exact`, `contained` and `correct` are None when no prompt has an answer."""
+
+    prompts: int
+    with_answer: int
+    agreement: Interval  # share of prompts that both models answer alike
+    exact: Paired | None
+    contained: Paired | None
+    correct: Paired | None  # each prompt by its own `match`
+    warnings: tuple[str, ...]
+    records: tuple[PromptRecord, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_prompts(file: Path | str) -> list[Prompt]:
+    """Reads a file of JSON lines; blank lines are passed over."""
+    path = Path(file)
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise QuantryError(f"cannot read {path}: {error}", fix="give a file of JSON lines in UTF-8") from error
+    found = [
+        _prompt(line, f"{path}, line {number}", str(number)) for number, line in enumerate(lines, 1) if line.strip()
+    ]
+    if not found:
+        raise QuantryError(f"{path} has no prompts", fix=FIX)
+    seen: set[str] = set()
+    for prompt in found:
+        if prompt.id in seen:
+            raise QuantryError(f"{path} has the id {prompt.id} twice", fix="give each prompt an id of its own, or none")
+        seen.add(prompt.id)
+    return found
+
+
+def ask(
+    prompts: Sequence[Prompt], answers: Answers, *, max_tokens: int = MAX_TOKENS, progress: Progress | None = None
+) -> list[str]:
+    """What a model writes after each prompt."""
+    asked = [
+        answers.encode(answers.chat(prompt.messages) if prompt.text is None else prompt.text) for prompt in prompts
+    ]
+    for prompt, tokens in zip(prompts, asked, strict=True):
+        if not 0 < len(tokens) <= answers.context - max_tokens:
+            raise QuantryError(
+                f"prompt {prompt.id} has {len(tokens)} tokens, where {max_tokens} to be written leave room for 1 to "
+                f"{answers.context - max_tokens} in a context of {answers.context}",
+                fix="shorten it, write fewer tokens, or use a larger context",
+            )
+    return [answers.decode(tokens) for tokens in answers.generate(asked, max_tokens, progress=progress)]
+
+
+def compare(prompts: Sequence[Prompt], base: Sequence[str], quantized: Sequence[str]) -> PromptReport:
+    """Sets the answers of the 16-bit model and of the quantized one side by side."""
+    records = [_record(*each) for each in zip(prompts, base, quantized, strict=True)]
+    if not records:
+        raise QuantryError("there are no prompts to compare", fix=FIX)
+    expected = [each for each in zip(prompts, records, strict=True) if each[0].answers]
+    agreement = mean([record.agree for record in records])
+    correct = _paired([(record.base_correct, record.quantized_correct) for _, record in expected])
+    return PromptReport(
+        prompts=len(records),
+        with_answer=len(expected),
+        agreement=agreement,
+        exact=_paired([_matches("exact", prompt, record) for prompt, record in expected]),
+        contained=_paired([_matches("contains", prompt, record) for prompt, record in expected]),
+        correct=correct,
+        warnings=tuple(_warnings(agreement, correct)),
+        records=tuple(records),
+    )
+
+
+def normalized(text: str) -> str:
+    """A text as it is compared: lower case, single spaces, no punctuation at its ends."""
+    words = " ".join(unicodedata.normalize("NFC", text).casefold().split())
+    stripped = re.sub(r"^[^\w+\-$€£]+|[^\w%°+#]+$", "", words)
+    return stripped or words  # "?" and "?!" stay different
+
+
+def is_match(written: str, answers: Sequence[str], match: Match) -> bool:
+    """Whether a text is one of the answers, or contains the words of one."""
+    text = normalized(written)
+    return any(
+        _contains(text, normalized(answer)) if match == "contains" else text == normalized(answer) for answer in answers
+    )
+
+
+def _contains(text: str, answer: str) -> bool:
+    """Whole words only: "5" is not in "15" nor in "5.2", and "no" is not in "know"."""
+    return re.search(rf"(?<![\w])(?<!\d[.,]){re.escape(answer)}(?!\w)(?![.,]\d)", text) is not None
+
+
+def _record(prompt: Prompt, base: str, quantized: str) -> PromptRecord:
+    right = [is_match(text, prompt.answers, prompt.match) if prompt.answers else None for text in (base, quantized)]
+    return PromptRecord(prompt.id, base, quantized, normalized(base) == normalized(quantized), *right)
+
+
+def _matches(match: Match, prompt: Prompt, record: PromptRecord) -> tuple[bool, bool]:
+    return is_match(record.base, prompt.answers, match), is_match(record.quantized, prompt.answers, match)
+
+
+def _paired(pairs: Sequence[tuple[bool | None, bool | None]]) -> Paired | None:
+    return paired([bool(first) for first, _ in pairs], [bool(second) for _, second in pairs]) if pairs else None
+
+
+def _warnings(agreement: Interval, correct: Paired | None) -> list[str]:
+    found = []
+    if agreement.value < AGREEMENT:
+        found.append(
+            f"the quantized model answers {agreement.value:.0%} of the prompts as the 16-bit model does, less than "
+            f"{AGREEMENT:.0%}; consider more bits or smaller groups"
+        )
+    if correct and correct.quantized < AGREEMENT * correct.base:
+        found.append(
+            f"right are {correct.quantized:.0%} of the quantized answers and {correct.base:.0%} of the 16-bit ones: "
+            f"less than {AGREEMENT:.0%} as often; consider more bits or smaller groups"
+        )
+    return found
+
+
+def _prompt(line: str, where: str, number: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise QuantryError(f"{where} is not JSON: {error}", fix=FIX) from error
+    if not isinstance(row, dict) or (("prompt" in row) == ("messages" in row)):
+        raise QuantryError(f'{where} has not one of "prompt" and "messages"', fix=FIX)
+    strange = sorted(set(row) - {"prompt", "messages", "answer", "match", "id"})
+    if strange:
+        raise QuantryError(f"{where} has the unknown field {strange[0]}", fix=FIX)
+    match = row.get("match", "contains")
+    if match not in get_args(Match):
+        raise QuantryError(f"{where} has match {match!r}", fix='"match" is "contains" or "exact"')
+    given = row.get("id", number)
+    if not isinstance(given, str | int):
+        raise QuantryError(f"{where} has an id that is no text: {given!r}", fix=FIX)
+    return Prompt(str(given), _text(row, where), _messages(row, where), _answers(row, where), match)
+
+
+def _text(row: Mapping[str, Any], where: str) -> str | None:
+    if "prompt" not in row:
+        return None
+    text = row["prompt"]
+    if not isinstance(text, str) or not text:
+        raise QuantryError(f"{where} has a prompt that is no text", fix=FIX)
+    return text
+
+
+def _messages(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...]:
+    messages = row.get("messages", [])
+    is_right = isinstance(messages, list) and all(
+        isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        for message in messages
+    )
+    if not is_right or (not messages and "messages" in row):
+        raise QuantryError(
+            f"{where} has messages that are not all a role and a content",
+            fix='write them as [{"role": "user", "content": "..."}]',
+        )
+    return tuple(messages)
+
+
+def _answers(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    given = row.get("answer", [])
+    answers = given if isinstance(given, list) else [given]
+    if not all(isinstance(answer, str) and answer.strip() for answer in answers) or ("answer" in row and not answers):
+        raise QuantryError(f"{where} has an answer that is no text", fix='"answer" is a text or a list of texts')
+    return tuple(answers)
