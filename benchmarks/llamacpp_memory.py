@@ -46,7 +46,7 @@ REAL = [(512, 1, "f16"), (2048, 2, "q8_0")]
 
 def hollow(checkpoint: Checkpoint, recipe: Recipe, file: Path) -> None:
     """A GGUF file with the header that Quantry would write, and no data."""
-    division = gguf_file.divide(checkpoint, recipe, None)
+    division = gguf_file.divide(checkpoint, recipe)
     writer = GGUFWriter(path=None, arch=family(checkpoint.config).architecture)
     found = [piece.target for piece in division.pieces if isinstance(piece, Assemble)]
     with tempfile.TemporaryDirectory() as empty:
@@ -56,7 +56,7 @@ def hollow(checkpoint: Checkpoint, recipe: Recipe, file: Path) -> None:
     if not any(key.endswith(".vocab_size") for key in writer.kv_data[0]):
         writer.add_vocab_size(text_config(checkpoint.config)["vocab_size"])
     entries = [entry for piece in division.pieces for entry in piece.entries]
-    header = gguf_file.GgufFile("hollow", writer.kv_data[0]).header(0, [entries])
+    header = gguf_file.GgufFile("hollow", writer.kv_data[0], {}).header(0, [entries])
     data = sum(-(-nbytes(kind, shape) // 32) * 32 for _, kind, shape in entries)
     with file.open("wb") as target:
         target.write(header)

@@ -70,8 +70,8 @@ def test_flags_are_frozen() -> None:
         ],
         "presets": ["--json"],
         "quantize": [
-            "--device", "--dry-run", "--format", "--group", "--imatrix", "--json", "--keep-odd", "--output", "--plan", "--preset",
-            "--recipe", "-o", "model",
+            "--data", "--device", "--dry-run", "--format", "--group", "--imatrix", "--json", "--keep-odd", "--length",
+            "--output", "--plan", "--preset", "--recipe", "--rounder", "--samples", "-o", "model",
         ],
         "verify": [
             "--device", "--engine", "--engine-python", "--gate", "--json", "--judge", "--judge-key", "--judge-model", "--length",

@@ -42,7 +42,7 @@ def plan(source: str, out: Path, recipe: Recipe, anatomy: Anatomy, division: Div
         bytes=division.bytes,
         bits_per_weight=round(8 * division.bytes / anatomy.parameters, 4),
         quantized_layers=len(division.assignment),
-        kept_tensors=sum(fate == "kept" or fate.startswith("cast") for fate in division.fates.values()),
+        kept_tensors=sum(fate.startswith(("kept", "cast")) for fate in division.fates.values()),
     )
 
 

@@ -48,6 +48,10 @@ def convert(
     check_target(out)
     form = _target(to)
     fresh = preset(requantize) if requantize else None
+    if fresh and fresh.calibrated:
+        raise RecipeError(
+            f"{fresh.name} is calibrated on the 16-bit model", fix="quantize that, or requantize to another preset"
+        )
     if open_checkpoint(source).format == "gguf":
         if form or fresh:
             raise RecipeError(f"a GGUF file cannot become {to} in one step", fix="convert to bf16, then quantize that")

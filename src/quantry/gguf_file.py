@@ -5,15 +5,13 @@ All of it is known from headers and small files: the type of each tensor is llam
 """
 
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from quantry.checkpoint.files import SMALL_FILE_LIMIT
 from quantry.checkpoint.gguf import block_sizes
-from quantry.checkpoint.reader import DEMO, demo_folder
+from quantry.checkpoint.reader import IMPORTANCE, small_folder
 from quantry.checkpoint.writer import Entry, nbytes
 from quantry.errors import RecipeError
 from quantry.llamacpp import mixture
@@ -26,16 +24,15 @@ from quantry.types import Checkpoint, Grid, GridKind, Scheme
 
 ALIGNMENT = 32
 SHARD_BYTES = 40 << 30  # llama.cpp reads one file of any size, hubs take 50 GB
-SMALL = (".json", ".jinja", ".model", ".txt", "README.md")
 FLOATS = {"F32": 32, "F16": 16, "BF16": 16}
 KeyValues = dict[str, Any]
 
 
-def divide(checkpoint: Checkpoint, recipe: Recipe, importance: Importance | None) -> Division:
+def divide(checkpoint: Checkpoint, recipe: Recipe) -> Division:
     """The tensors of the file and the fate of every source tensor."""
     found, fates = targets(checkpoint.config, checkpoint.tensors)
     dtype = DTYPE_NAMES[main_dtype(checkpoint)]
-    kinds = _kinds(checkpoint, recipe, found, STORED[dtype], importance is not None)
+    kinds = _kinds(checkpoint, recipe, found, STORED[dtype], recipe.imatrix is not None)
     stored = {tensor.name: tensor.dtype for tensor in checkpoint.tensors}
     for target in found:
         for source in target.sources:
@@ -45,8 +42,14 @@ def divide(checkpoint: Checkpoint, recipe: Recipe, importance: Importance | None
     return Division(dtype, pieces, fates, assignment, ())
 
 
-def describe(checkpoint: Checkpoint, recipe: Recipe, division: Division, importance: Importance | None) -> "GgufFile":
-    """The file's key-values, from config and tokenizer."""
+def describe(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    division: Division,
+    importance: Importance | None,
+    computed: bytes | None = None,
+) -> "GgufFile":
+    """The file's key-values, from config and tokenizer; an importance matrix that was `computed` lies beside it."""
     from gguf import GGUFWriter
 
     from quantry.llamacpp import metadata, vocabulary
@@ -55,13 +58,14 @@ def describe(checkpoint: Checkpoint, recipe: Recipe, division: Division, importa
     name = _name(checkpoint.source)
     writer = GGUFWriter(path=None, arch=family(checkpoint.config).architecture)
     found = [piece.target for piece in division.pieces if isinstance(piece, Assemble)]
-    with _small_files(checkpoint, name) as folder:
+    with small_folder(checkpoint, name) as folder:
         number = mixture.FILE_TYPES[recipe.preset.file_type].number
         metadata.describe(writer, folder, checkpoint.config, found, name, number)
         vocabulary.describe(writer, folder, checkpoint.config)
     if importance:
         _note_importance(writer, importance)
-    return GgufFile(f"{name}-{recipe.preset.file_type.upper()}", writer.kv_data[0])
+    beside = {} if computed is None else {IMPORTANCE: computed}
+    return GgufFile(f"{name}-{recipe.preset.file_type.upper()}", writer.kv_data[0], beside)
 
 
 class GgufFile:
@@ -70,8 +74,8 @@ class GgufFile:
     alignment = ALIGNMENT
     shard_bytes = SHARD_BYTES
 
-    def __init__(self, stem: str, key_values: KeyValues) -> None:
-        self._stem, self._key_values = stem, key_values
+    def __init__(self, stem: str, key_values: KeyValues, beside: Mapping[str, bytes]) -> None:
+        self._stem, self._key_values, self._beside = stem, key_values, beside
 
     def shard_name(self, number: int, count: int) -> str:
         return f"{self._stem}.gguf" if count == 1 else f"{self._stem}-{number + 1:05d}-of-{count:05d}.gguf"
@@ -99,8 +103,8 @@ class GgufFile:
         return data + bytes(-len(data) % ALIGNMENT)
 
     def companions(self, cut: Sequence[Sequence[Entry]]) -> Iterator[tuple[str, bytes]]:
-        """None: all of it is in the file."""
-        return iter(())
+        """All that a model needs is in the file; an importance matrix is for those who make another."""
+        return iter(self._beside.items())
 
 
 def _name(source: str) -> str:
@@ -157,19 +161,3 @@ def _note_importance(writer: Any, importance: Importance) -> None:
     writer.add_uint32("quantize.imatrix.entries_count", len(importance.vectors))
     if importance.chunks:
         writer.add_uint32("quantize.imatrix.chunks_count", importance.chunks)
-
-
-@contextmanager
-def _small_files(checkpoint: Checkpoint, name: str) -> Iterator[Path]:
-    """The model's folder; of a model on a hub one with its name and its small files."""
-    local = demo_folder() if checkpoint.source == DEMO else Path(checkpoint.source).expanduser()
-    if local.is_dir():
-        yield local
-        return
-    with tempfile.TemporaryDirectory() as parent:
-        for file, size in checkpoint.files.items():
-            if file.endswith(SMALL) and size <= SMALL_FILE_LIMIT and not file.endswith(".index.json"):
-                path = Path(parent) / name / file
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(checkpoint.read(file, 0, size))
-        yield Path(parent) / name

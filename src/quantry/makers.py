@@ -4,7 +4,7 @@ They read mapped weights, refuse what is not a finite number, compute on the dev
 they encode decodes to the same.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -14,12 +14,13 @@ from torch import Tensor
 from quantry import registry
 from quantry.arch.linears import Linear
 from quantry.checkpoint.weights import DTYPES, NAMES, MappedWeights
+from quantry.checkpoint.workspace import Workspace
 from quantry.errors import OutputError, WeightError
 from quantry.formats import gguf
 from quantry.llamacpp.targets import Source
 from quantry.numerics.blocks import absmax
 from quantry.pieces import Assemble, Keep, Piece, Quantize
-from quantry.types import Checkpoint, Grid, QTensor
+from quantry.types import Checkpoint, Grid, QTensor, Stats
 
 
 class Maker(Protocol):
@@ -30,6 +31,25 @@ class Maker(Protocol):
     def release(self, piece: Piece) -> None: ...
 
     def notes(self) -> tuple[str, ...]: ...
+
+
+class Inputs(Protocol):
+    """What calibration knows of the layers' inputs (calibrated.py); best asked for block after block."""
+
+    def stats(self, name: str, expert: int | None = None) -> Stats | None:
+        """The statistics of what a module, a tensor or an expert in it is given; nothing outside of blocks."""
+
+    def prepared(self, stats: Stats, prepare: Callable[[Stats], Any]) -> Any:
+        """What a rounder makes of statistics, made once for all layers of a block that share them."""
+
+    def tensor(self, name: str) -> Tensor | None:
+        """A tensor of a block as a transform has left it; nothing where there is none."""
+
+    def resume(self, work: Workspace) -> None:
+        """Takes over what earlier runs of the job have found, and keeps the rest there."""
+
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know of it."""
 
 
 class Reader:
@@ -58,13 +78,9 @@ class Reader:
             self._held = name
         return self._pinned[: tensor.nbytes].view(DTYPES[tensor.dtype]).view(tensor.shape)
 
-    def matrix(self, source: Linear | Source, name: str) -> Tensor:
-        """A matrix (or vector) out of a tensor that may hold a stack of them."""
-        weight = self.get(name)
-        if source.expert is not None:
-            weight = weight[source.expert]
-        weight = weight.t() if source.flip else weight
-        return weight[slice(*source.rows)].contiguous() if source.rows else weight
+    def whole(self, name: str) -> Tensor:
+        """A tensor on the computing device, refused if it is not all finite."""
+        return self.upload(self.get(name), name)
 
     def lasting(self, weight: Tensor) -> Tensor:
         """A weight that is not sent anywhere, and is still there when the next is read."""
@@ -88,16 +104,18 @@ class Reader:
 
 
 class Quantizer:
-    """Makes quantized layers from 16-bit weights."""
+    """Makes quantized layers from 16-bit weights; `inputs` are for presets that are calibrated."""
 
-    def __init__(self, reader: Reader, form: ModuleType | None, settings: Mapping[str, Any]) -> None:
-        self._reader, self._form, self._settings = reader, form, settings
+    def __init__(
+        self, reader: Reader, form: ModuleType | None, settings: Mapping[str, Any], inputs: Inputs | None = None
+    ) -> None:
+        self._reader, self._form, self._settings, self._inputs = reader, form, settings, inputs
         self._wholes: dict[str, Tensor] = {}
 
     def make(self, piece: Piece) -> Iterator[tuple[str, Tensor]]:
         """The stored tensors of a piece, in the order of its entries."""
         if isinstance(piece, Keep):
-            weight = self._linear(piece.linear) if piece.linear else self._reader.get(piece.source)
+            weight = self._linear(piece.linear) if piece.linear else self._tensor(piece.source)
             yield piece.name, cast(self._reader.lasting(weight), DTYPES[piece.entry[1]], piece.name)
         elif isinstance(piece, Quantize):
             yield from self._quantize(piece)
@@ -107,17 +125,19 @@ class Quantizer:
         self._reader.release({piece.source} if isinstance(piece, Keep) else {linear.source for linear in linears})
 
     def notes(self) -> tuple[str, ...]:
-        return ()
+        return self._inputs.notes() if self._inputs else ()
 
     def _quantize(self, piece: Quantize) -> Iterator[tuple[str, Tensor]]:
         assert self._form is not None
         assert piece.preset.fit is not None
         fit = registry.load("quantry.fits", piece.preset.fit).fit
-        round_weight = registry.load("quantry.rounders", piece.preset.rounder).round_weight
+        rounder = registry.load("quantry.rounders", piece.preset.rounder)
         whole = self._whole(piece)
         for linear in piece.linears:
             weight = self._reader.upload(self._linear(linear), linear.source)
-            rounded: QTensor = round_weight(weight, piece.grid, fit(weight, piece.grid, whole))
+            stats = self._inputs.stats(linear.module) if self._inputs and piece.preset.calibrated else None
+            params = fit(weight, piece.grid, whole, stats)
+            rounded: QTensor = rounder.round_weight(weight, piece.grid, params, _prepared(stats, rounder, self._inputs))
             stored = self._form.encode(linear.module, rounded)
             check_decodes(
                 self._form.decode(linear.module, stored, piece.scheme, self._settings), rounded, linear.module
@@ -138,14 +158,30 @@ class Quantizer:
 
     def _linear(self, linear: Linear) -> Tensor:
         """The (out, in) weight of a linear."""
-        return self._reader.matrix(linear, linear.source)
+        return matrix(self._tensor(linear.source), linear)
+
+    def _tensor(self, name: str) -> Tensor:
+        """A tensor of the checkpoint, as a transform has left it if there is one."""
+        transformed = self._inputs.tensor(name) if self._inputs else None
+        return self._reader.get(name) if transformed is None else transformed
 
 
 class BlockMaker:
-    """Makes the tensors of a GGUF file; `importance` has a vector for each matrix that it knows, by GGUF name."""
+    """Makes the tensors of a GGUF file; `importance` has a vector for each matrix that it knows, by GGUF name.
 
-    def __init__(self, reader: Reader, importance: Mapping[str, Tensor], notes: tuple[str, ...]) -> None:
+    With `inputs`, matrices inside blocks are rounded by `rounder`.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        importance: Mapping[str, Tensor],
+        notes: tuple[str, ...],
+        rounder: ModuleType | None = None,
+        inputs: Inputs | None = None,
+    ) -> None:
         self._reader, self._importance, self._notes = reader, importance, notes
+        self._rounder, self._inputs = rounder, inputs
 
     def make(self, piece: Piece) -> Iterator[tuple[str, Tensor]]:
         """A tensor, or its experts one after the other, in the order in which they are stacked."""
@@ -156,16 +192,42 @@ class BlockMaker:
             return
         vectors = self._importance.get(target.name)
         for index, source in enumerate(target.sources):
-            weight = self._reader.upload(self._reader.matrix(source, source.name), source.name)
-            vector = None if vectors is None else vectors[index]
-            yield target.name, _stored(gguf.arranged(weight, target), kind, vector, source.name)
+            weight = self._reader.upload(matrix(self._reader.get(source.name), source), source.name)
+            arranged = gguf.arranged(weight, target)
+            stats = self._stats(kind, source)
+            if stats is not None and self._rounder is not None:
+                stored = self._rounder.round_blocks(arranged, kind, _prepared(stats, self._rounder, self._inputs))
+            else:
+                stored = _stored(arranged, kind, None if vectors is None else vectors[index], source.name)
+            yield target.name, stored
 
     def release(self, piece: Piece) -> None:
         assert isinstance(piece, Assemble)
         self._reader.release({source.name for source in piece.target.sources})
 
     def notes(self) -> tuple[str, ...]:
-        return self._notes
+        return (*self._notes, *(self._inputs.notes() if self._inputs else ()))
+
+    def _stats(self, kind: str, source: Source) -> Stats | None:
+        """The statistics of a matrix that is to be rounded by them."""
+        if kind in DTYPES or self._inputs is None or self._rounder is None:
+            return None
+        return self._inputs.stats(source.name, source.expert)
+
+
+def matrix(weight: Tensor, source: Linear | Source) -> Tensor:
+    """A matrix (or vector) out of a tensor that may hold a stack of them."""
+    if source.expert is not None:
+        weight = weight[source.expert]
+    weight = weight.t() if source.flip else weight
+    return weight[slice(*source.rows)].contiguous() if source.rows else weight
+
+
+def _prepared(stats: Stats | None, rounder: ModuleType, inputs: Inputs | None) -> Any:
+    """What a rounder is given: the statistics, or what it makes of them where that takes long."""
+    if stats is None or inputs is None or not hasattr(rounder, "prepare"):
+        return stats
+    return inputs.prepared(stats, rounder.prepare)
 
 
 def _stored(weight: Tensor, kind: str, importance: Tensor | None, name: str) -> Tensor:

@@ -12,7 +12,7 @@ from itertools import groupby
 from types import ModuleType
 
 from quantry.arch.linears import FLOATS, Linear, linears
-from quantry.arch.parts import part_of
+from quantry.arch.parts import decoder_block, part_of
 from quantry.checkpoint.writer import Entry, nbytes
 from quantry.errors import QuantryError, RecipeError, WeightError
 from quantry.llamacpp.targets import Target
@@ -240,6 +240,25 @@ def _kept_modules(checkpoint: Checkpoint, found: Sequence[Linear], quantized: Ma
         if tensor.name.endswith(".weight") and len(tensor.shape) == 2 and tensor.name not in sources
     ]
     return tuple(dict.fromkeys([*(name for name in modules if "embed" not in name), "lm_head"]))
+
+
+def by_block(division: Division, blocks: int) -> Division:
+    """The pieces block after block, between those that the checkpoint has before and after all blocks."""
+    places = [_block(piece, blocks) for piece in division.pieces]
+    first = next((number for number, place in enumerate(places) if place is not None), 0)
+
+    def key(number: int) -> int:
+        place = places[number]
+        return (-1 if number < first else blocks) if place is None else place
+
+    ordered = sorted(range(len(places)), key=key)
+    return replace(division, pieces=tuple(division.pieces[number] for number in ordered))
+
+
+def _block(piece: Piece, blocks: int) -> int | None:
+    """The block that a piece belongs to."""
+    name = piece.source if isinstance(piece, Keep) else piece.linears[0].source if isinstance(piece, Quantize) else ""
+    return decoder_block(name, blocks)
 
 
 def shards(pieces: Sequence[Piece], limit: int) -> list[list[Piece]]:

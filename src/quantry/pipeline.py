@@ -6,11 +6,11 @@ alone, never on where or how often the job was interrupted.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,11 +26,16 @@ from quantry.folder import SafetensorsFolder, small_files
 from quantry.formats.gguf import NAME as GGUF
 from quantry.llamacpp import importance
 from quantry.llamacpp.families import notes
-from quantry.makers import BlockMaker, Maker, Quantizer, Reader
-from quantry.pieces import Assemble, Division, Piece, divide, shards
-from quantry.recipe import CAST, Recipe, from_options
+from quantry.llamacpp.targets import Target
+from quantry.makers import BlockMaker, Inputs, Maker, Quantizer, Reader
+from quantry.pieces import Assemble, Division, Piece, by_block, divide, shards
+from quantry.recipe import AUTO, CAST, Recipe, from_options
 from quantry.types import Anatomy, Artefact, Checkpoint
 
+if TYPE_CHECKING:
+    from quantry.calibrated import Calibrated
+
+CALIBRATED = "leave it out, use a calibrated preset, or --rounder gptq"
 Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, the piece in hand
 
 
@@ -43,7 +48,11 @@ def quantize(
     plan: str | Path | None = None,
     format: str | None = None,  # noqa: A002 - the flag's name
     group: int | None = None,
+    rounder: str | None = None,
     imatrix: str | Path | None = None,
+    data: str | Path | None = None,
+    samples: int | None = None,
+    length: int | None = None,
     keep_odd: bool = False,
     dry_run: bool = False,
     device: str = "cpu",
@@ -51,8 +60,12 @@ def quantize(
     announce: Callable[[Artefact], None] | None = None,
     progress: Progress | None = None,
 ) -> Artefact:
-    """Writes a quantized checkpoint of `model` to the folder `output`; with `dry_run` only says what it would be."""
-    steps = from_options(preset, _path(recipe), _path(plan), format, group)
+    """Writes a quantized checkpoint of `model` to the folder `output`; with `dry_run` only says what it would be.
+
+    Presets that are calibrated read `samples` windows of `length` tokens of `data` (128 of 2048, and a text that comes
+    with the package). `imatrix` is a file of importance vectors, or "auto": then they are computed from the same text.
+    """
+    steps = from_options(preset, _path(recipe), _path(plan), format, group, rounder)
     out = Path(output).expanduser()
     check_target(out)
     if out.suffix == ".gguf":
@@ -64,12 +77,18 @@ def quantize(
     checkpoint = open_checkpoint(model)
     anatomy = _sixteen_bit(checkpoint)
     weights = _importance(imatrix, steps)
-    steps = replace(steps, imatrix=weights.sha256 if weights else None)
+    steps = replace(steps, imatrix=weights.sha256 if weights else AUTO if str(imatrix) == AUTO else None)
     if steps.format == GGUF:
-        order = _gguf(checkpoint, steps, weights, str(model))
+        order = _gguf(checkpoint, steps, weights)
     else:
         order = _layers(checkpoint, steps, anatomy.blocks, keep_odd, str(model))
+    options = {"data": data, "samples": samples, "length": length}
+    calibrated = _calibrated(checkpoint, steps, anatomy, order.division, compute, options)
+    if calibrated:
+        steps = replace(steps, calibration=calibrated.record)
+        order = order._replace(division=calibrated.marked(order.division))
     planned = card.plan(str(model), out, steps, anatomy, order.division)
+    planned = replace(planned, notes=calibrated.notes if calibrated else ())
     if announce:
         announce(planned)
     check_room(out, order.division.bytes)
@@ -78,10 +97,17 @@ def quantize(
     folder = local_folder(model)  # everything that can be refused has been, before a model is downloaded
     if open_checkpoint(folder).tensors != checkpoint.tensors:
         raise CheckpointError(f"{model} changed between its headers and its download", fix="run the command again")
+    reader = Reader(checkpoint, MappedWeights(folder), compute)
+    walking = _Walking(progress, order.division.bytes)
+    inputs = calibrated.inputs(folder, reader.whole, walking.blocks) if calibrated else None
+    if inputs and steps.imatrix == AUTO:
+        weights, file = inputs.importance(_targets(order.division))
+        steps = replace(steps, imatrix=weights.sha256)
+        order = _gguf(checkpoint, steps, weights, file)
     container = order.container(folder)
     size = shard_bytes or container.shard_bytes
-    job = Job(checkpoint, folder, steps, order.division, planned, container, size, compute.type)
-    return write(job, order.maker(Reader(checkpoint, MappedWeights(folder), compute)), progress)
+    job = Job(checkpoint, folder, steps, order.division, planned, container, size, compute.type, inputs)
+    return write(job, order.maker(reader, inputs), walking.bytes if progress else None)
 
 
 class Container(Protocol):
@@ -102,7 +128,7 @@ class Order(NamedTuple):
 
     division: Division
     container: Callable[[Path], Container]
-    maker: Callable[[Reader], Maker]
+    maker: Callable[[Reader, Inputs | None], Maker]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +143,7 @@ class Job:
     container: Container
     shard_bytes: int
     device: str = "cpu"  # sums are not added up in the same order on every device
+    inputs: Inputs | None = None
 
 
 def write(job: Job, maker: Maker, progress: Progress | None) -> Artefact:
@@ -124,10 +151,12 @@ def write(job: Job, maker: Maker, progress: Progress | None) -> Artefact:
     out = Path(job.planned.path)
     cut = shards(job.division.pieces, job.shard_bytes)
     with workspace(out, _identity(job)) as work:
+        if job.inputs:
+            job.inputs.resume(work)
         files = _write_shards(work, job, cut, maker, progress)
         for name, data in job.container.companions([_entries(pieces) for pieces in cut]):
             work.write(name, data)
-        artefact = card.finish(job.planned, files, maker.notes())
+        artefact = card.finish(job.planned, files, (*job.planned.notes, *maker.notes()))
         work.write("quantry.json", card.as_json(artefact, job.recipe, job.division).encode())
         work.write("README.md", card.as_markdown(artefact, job.recipe, job.division).encode())
     return artefact
@@ -143,32 +172,74 @@ def _layers(checkpoint: Checkpoint, steps: Recipe, blocks: int, keep_odd: bool, 
         )
     settings = form.config(division.assignment, division.kept) if form else None
     return Order(
-        division,
+        by_block(division, blocks) if steps.calibrated else division,
         lambda folder: SafetensorsFolder(small_files(folder), checkpoint.config, division.dtype, settings),
-        lambda reader: Quantizer(reader, form, settings or {}),
+        lambda reader, inputs: Quantizer(reader, form, settings or {}, inputs),
     )
 
 
-def _gguf(checkpoint: Checkpoint, steps: Recipe, weights: importance.Importance | None, model: str) -> Order:
-    """A GGUF file."""
-    division = gguf_file.divide(checkpoint, steps, weights)
-    found = {piece.name: piece.target for piece in division.pieces if isinstance(piece, Assemble)}
-    given = importance.fitting(weights, found) if weights else {}
+def _gguf(
+    checkpoint: Checkpoint, steps: Recipe, weights: importance.Importance | None, computed: bytes | None = None
+) -> Order:
+    """A GGUF file; `computed` is the file of an importance matrix that goes along with it."""
+    division = gguf_file.divide(checkpoint, steps)
+    given = importance.fitting(weights, _targets(division)) if weights else {}
     vectors = {name: torch.from_numpy(vector) for name, vector in given.items()}
-    file = gguf_file.describe(checkpoint, steps, division, weights)
+    file = gguf_file.describe(checkpoint, steps, division, weights, computed)
+    rounder = registry.load("quantry.rounders", steps.preset.rounder) if steps.preset.calibrated else None
     return Order(
         division,
         lambda folder: file,
-        lambda reader: BlockMaker(reader, vectors, tuple(notes(checkpoint.config))),
+        lambda reader, inputs: BlockMaker(reader, vectors, tuple(notes(checkpoint.config)), rounder, inputs),
     )
 
 
+def _targets(division: Division) -> dict[str, Target]:
+    return {piece.name: piece.target for piece in division.pieces if isinstance(piece, Assemble)}
+
+
+def _calibrated(
+    checkpoint: Checkpoint,
+    steps: Recipe,
+    anatomy: Anatomy,
+    division: Division,
+    device: torch.device,
+    options: Mapping[str, Any],
+) -> "Calibrated | None":
+    """What a calibrated job reads; other jobs load no model and no text."""
+    if steps.calibrated:
+        from quantry.calibrated import begin  # brings transformers along
+
+        return begin(checkpoint, steps, anatomy, division, device, **options)
+    unused = next((name for name, value in options.items() if value is not None), None)
+    if unused:
+        raise RecipeError(f"--{unused} has no use: {steps.preset.name} is not calibrated", fix=CALIBRATED)
+    return None
+
+
+class _Walking:
+    """Progress of a job that walks through a model between the pieces it writes."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._done, self._total = progress, 0, total
+
+    def bytes(self, done: int, total: int, label: str) -> None:
+        self._done = done
+        if self._progress:
+            self._progress(done, total, label)
+
+    def blocks(self, done: int, count: int, name: str) -> None:
+        self.bytes(self._done, self._total, f"calibrating {name}, {done} of {count} done")
+
+
 def _importance(path: str | Path | None, steps: Recipe) -> importance.Importance | None:
-    if path is None:
+    if path is None or str(path) == "none":
         return None
     if steps.format != GGUF:
         raise RecipeError(f"--imatrix has no use in format {steps.format}", fix="leave it out, or use a gguf preset")
-    return importance.read(Path(path).expanduser())
+    if steps.preset.scheme.weight.is_cast and not steps.rules:
+        raise RecipeError(f"--imatrix has no use with {steps.preset.name}, which rounds nothing", fix="leave it out")
+    return None if str(path) == AUTO else importance.read(Path(path).expanduser())
 
 
 def _write_shards(

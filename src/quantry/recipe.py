@@ -5,6 +5,7 @@ A recipe file is TOML: what the command line says, and rules for layers by name,
     preset = "w4a16"
     format = "compressed-tensors"
     group = 64
+    rounder = "gptq"            # for all layers, instead of the presets' own
 
     [[rules]]
     match = "*.layers.0.*"      # shell pattern on the layer's name
@@ -34,6 +35,10 @@ from quantry.errors import RecipeError, UnknownNameError
 from quantry.types import Activation, Grid, Scheme
 
 CAST = "safetensors"  # the format of 16-bit presets: nothing is encoded
+AUTO = "auto"  # importance vectors that are computed, not read
+STATISTICS = frozenset({"clip", "gptq"})  # fits and rounders that need to know the inputs of a layer
+NEAREST = "leave --rounder out, or use nearest"
+UNORDERED = frozenset({"nf4", "fp4", "bf16", "f16"})  # grids without the even steps that gptq rounds onto
 ROOMS = {"transform": "quantry.transforms", "fit": "quantry.fits", "rounder": "quantry.rounders"}
 
 
@@ -49,6 +54,11 @@ class Preset:
     fit: str | None = "absmax"  # None: block types of ggml are searched as ggml does, scales and codes at once
     rounder: str = "nearest"
     file_type: str | None = None  # of GGUF: a mixture of block types
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it is made from what the layers are given on some text."""
+        return self.transform is not None or not STATISTICS.isdisjoint((self.fit, self.rounder))
 
     @property
     def missing(self) -> str | None:
@@ -70,13 +80,26 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
+class Calibration:
+    """The text that a job was calibrated on."""
+
+    data: str
+    fingerprint: str  # SHA-256 of the windows of tokens
+    samples: int
+    length: int
+    seed: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """A preset for all linear layers, exceptions for some, and the format that holds them."""
 
     preset: Preset
     format: str
     rules: tuple[Rule, ...] = ()
-    imatrix: str | None = None  # SHA-256 of the file of importance vectors
+    imatrix: str | None = None  # SHA-256 of the file of importance vectors, or AUTO before they are computed
+    calibration: Calibration | None = None
 
     def preset_for(self, module: str) -> Preset | None:
         """The preset of the layer `module`; None leaves it in 16 bit."""
@@ -85,8 +108,24 @@ class Recipe:
                 return rule.preset
         return self.preset
 
+    @property
+    def presets(self) -> tuple[Preset, ...]:
+        """All presets that some layer may get."""
+        return (self.preset, *(rule.preset for rule in self.rules if rule.preset))
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the job needs to know what the layers are given on some text."""
+        return self.imatrix == AUTO or any(one.calibrated for one in self.presets)
+
+    @property
+    def transform(self) -> str | None:
+        """What is done to a block before its layers are rounded."""
+        return next((one.transform for one in self.presets if one.transform), None)
+
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Without a calibration that there was not."""
+        return {key: value for key, value in asdict(self).items() if key != "calibration" or value is not None}
 
 
 def presets() -> dict[str, Preset]:
@@ -114,6 +153,7 @@ def from_options(
     plan_file: Path | None,
     format_name: str | None,
     group: int | None,
+    rounder: str | None = None,
 ) -> Recipe:
     """The recipe that the options of `quantry quantize` describe: exactly one of preset, recipe file and plan."""
     given = [option for option in (preset_name, recipe_file, plan_file) if option is not None]
@@ -125,7 +165,7 @@ def from_options(
         settings = _from_plan(_read(plan_file, json.loads), plan_file)
     else:
         settings = {"preset": preset_name}
-    overrides = {"format": format_name, "group": group}
+    overrides = {"format": format_name, "group": group, "rounder": rounder}
     return _build({**settings, **{key: value for key, value in overrides.items() if value is not None}})
 
 
@@ -137,7 +177,8 @@ def from_card(content: Mapping[str, Any]) -> Recipe:
         | ({"type": rule["type"]} if rule["type"] else _named(rule["preset"]) if rule["preset"] else {"keep": True})
         for rule in told["rules"]
     ]
-    return _build({**_named(told["preset"]), "format": told["format"], "rules": rules})
+    main = {**_named(told["preset"]), **_told_rounder(told["preset"])}
+    return _build({**main, "format": told["format"], "rules": rules})
 
 
 def _named(told: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,15 +188,44 @@ def _named(told: Mapping[str, Any]) -> dict[str, Any]:
     return {"preset": told["name"]} | ({"group": group[1]} if known and group != known.scheme.weight.block else {})
 
 
+def _told_rounder(told: Mapping[str, Any]) -> dict[str, Any]:
+    """The rounder where it is another than the preset's own."""
+    known = _presets().get(told["name"])
+    return {"rounder": told["rounder"]} if known and told["rounder"] != known.rounder else {}
+
+
 def _build(settings: Mapping[str, Any]) -> Recipe:
-    _only(settings, {"preset", "format", "group", "rules"}, "recipe")
+    _only(settings, {"preset", "format", "group", "rounder", "rules"}, "recipe")
     main = preset(_text(settings, "preset"), settings.get("group"))
     rules = settings.get("rules", [])
     if not isinstance(rules, list):
         raise RecipeError(f"rules is {str(rules)[:40]!r}, not a list", fix="write each rule as [[rules]]")
-    return _fitting_format(
-        Recipe(main, settings.get("format") or main.formats[0], tuple(_rule(rule) for rule in rules))
+    recipe = Recipe(main, settings.get("format") or main.formats[0], tuple(_rule(rule) for rule in rules))
+    if settings.get("rounder") is not None:
+        recipe = _rounded_by(recipe, _text(settings, "rounder"))
+    _check_transforms(recipe)
+    return _fitting_format(recipe)
+
+
+def _rounded_by(recipe: Recipe, rounder: str) -> Recipe:
+    """The recipe with another rounder for all its presets."""
+    known = _available(ROOMS["rounder"])
+    if rounder not in known:
+        raise UnknownNameError(f"unknown rounder {rounder!r}", fix=registry.suggest(rounder, known))
+    for one in recipe.presets:
+        if rounder != "nearest" and one.scheme.weight.kind in UNORDERED:
+            raise RecipeError(f"{rounder} cannot round onto the {one.scheme.weight.kind} of {one.name}", fix=NEAREST)
+    rules = tuple(
+        replace(rule, preset=replace(rule.preset, rounder=rounder)) if rule.preset else rule for rule in recipe.rules
     )
+    return replace(recipe, preset=replace(recipe.preset, rounder=rounder), rules=rules)
+
+
+def _check_transforms(recipe: Recipe) -> None:
+    """A block is transformed as a whole, so in one way."""
+    ways = sorted({one.transform for one in recipe.presets if one.transform})
+    if len(ways) > 1:
+        raise RecipeError(f"the recipe transforms in {len(ways)} ways, {' and '.join(ways)}", fix="use one of them")
 
 
 def _rule(settings: Any) -> Rule:
@@ -176,7 +246,7 @@ def _fitting_format(recipe: Recipe) -> Recipe:
         known = (*registry.choices("quantry.formats"), CAST)
         raise UnknownNameError(f"unknown format {recipe.format!r}", fix=registry.suggest(recipe.format, known))
     _check_types(recipe)
-    for one in (recipe.preset, *(rule.preset for rule in recipe.rules if rule.preset)):
+    for one in recipe.presets:
         if recipe.format == CAST:
             reason = None if one.scheme.weight.is_cast else "safetensors alone holds 16-bit weights only"
         else:

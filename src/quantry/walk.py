@@ -46,6 +46,7 @@ Seen = Callable[[str, int | None, Tensor], Tensor | None]
 
 UNUSED = frozenset({"vision tower", "audio tower", "projector"})  # parts that text does not go through
 NUMBER = re.compile(r"\.(\d+)(?=\.)")
+CPU = torch.device("cpu")
 OTHER = "use a model that transformers runs as a plain stack of decoder blocks"
 AGAIN = "download or write the checkpoint again"
 
@@ -197,8 +198,9 @@ class Block:
 class Walk:
     """One way through a model with some windows: first all `blocks`, then `logits`.
 
-    Hidden states of more than `memory` bytes lie in a file in the folder `scratch`, of which the system keeps in memory
-    what there is room for; the file has no name and goes away with the walk.
+    Hidden states stay on a GPU that has four times the room for them. Elsewhere, those of more than `memory` bytes lie
+    in a file in the folder `scratch`, of which the system keeps in memory what there is room for; the file has no name
+    and goes away with the walk.
     """
 
     def __init__(
@@ -213,7 +215,7 @@ class Walk:
     ) -> None:
         self.skeleton = _Skeleton(source, torch.device(device), dtype)
         self.batches: list[_Batch] = []
-        self._size, self._memory, self._scratch = batch, memory, scratch
+        self._size, self._memory, self._scratch, self._home = batch, memory, scratch, CPU
 
     @property
     def count(self) -> int:
@@ -256,12 +258,14 @@ class Walk:
         if batch.spilled:
             batch.hidden.copy_(hidden)
         else:
-            batch.hidden = hidden.cpu()
+            batch.hidden = hidden.to(self._home)
 
-    def _spill(self, first: Tensor) -> None:
-        """Gives every batch its place in a file, if all hidden states together are too large for memory."""
+    def _settle(self, first: Tensor) -> None:
+        """Decides where hidden states stay; if they are too large for memory, gives every batch its place in a file."""
         channels, tokens = first.shape[-1], sum(batch.tokens.numel() for batch in self.batches)
-        if self._memory is None or tokens * channels * first.element_size() <= self._memory:
+        size, device = tokens * channels * first.element_size(), self.skeleton.device
+        self._home = device if device.type == "cuda" and 4 * size <= torch.cuda.mem_get_info(device)[0] else CPU
+        if self._memory is None or size <= self._memory or self._home != CPU:
             return
         room, start = _mapped(tokens * channels, first.dtype, self._scratch).view(tokens, channels), 0
         for batch in self.batches:
@@ -277,7 +281,7 @@ class Walk:
         for batch in self.batches:
             hidden, calls = self.skeleton.head_start(batch.tokens)
             if not known:
-                self._spill(hidden)
+                self._settle(hidden)
             self.keep(batch, hidden)
             shape = tuple(batch.tokens.shape)
             batch.calls = known[shape] if shape in known and _same(known[shape], calls) else calls

@@ -52,3 +52,9 @@ def block_of(name: str) -> int | None:
     """The index of the block that tensor `name` is in."""
     match = BLOCK.search(name)
     return int(match[1]) if match and len(match[1]) < 6 else None
+
+
+def decoder_block(name: str, blocks: int) -> int | None:
+    """The same where that is one of `blocks` decoder blocks; nothing for towers and MTP heads."""
+    index = block_of(name)
+    return None if index is None or index >= blocks or part_of(name, blocks) in TOWERS else index

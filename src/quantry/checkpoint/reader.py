@@ -1,19 +1,24 @@
 """From what the user wrote to an open checkpoint: finds it, reads its headers and small files, reads no weights."""
 
 import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.resources import files as package_files
 from pathlib import Path
 from typing import Any
 
 from quantry.checkpoint import gguf, safetensors
-from quantry.checkpoint.files import Files, LocalFiles, read_small
+from quantry.checkpoint.files import SMALL_FILE_LIMIT, Files, LocalFiles, read_small
 from quantry.checkpoint.hub import HUB_ID, HubFiles
 from quantry.errors import CheckpointError, ConfigError, ModelNotFoundError
 from quantry.types import Checkpoint
 
 DEMO = "demo"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
+SMALL = (".json", ".jinja", ".model", ".txt", "README.md")
+IMPORTANCE = "imatrix.gguf"  # a GGUF file that holds no model
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -46,6 +51,22 @@ def local_folder(model: str | Path) -> Path:
     return files.download([hub["file"]] if hub["file"] else None)
 
 
+@contextmanager
+def small_folder(checkpoint: Checkpoint, name: str) -> Iterator[Path]:
+    """The folder of a checkpoint; of one on a hub a folder called `name` with its small files, for a while."""
+    local = demo_folder() if checkpoint.source == DEMO else Path(checkpoint.source).expanduser()
+    if local.is_dir():
+        yield local
+        return
+    with tempfile.TemporaryDirectory() as parent:
+        for file, size in checkpoint.files.items():
+            if file.endswith(SMALL) and size <= SMALL_FILE_LIMIT and not file.endswith(".index.json"):
+                path = Path(parent) / name / file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(checkpoint.read(file, 0, size))
+        yield Path(parent) / name
+
+
 def demo_folder() -> Path:
     """The folder of the model that ships with the package."""
     return Path(str(package_files("quantry"))) / "demo"
@@ -53,7 +74,7 @@ def demo_folder() -> Path:
 
 def _open_folder(files: Files, source: str) -> Checkpoint:
     names = set(files.sizes)
-    ggufs = sorted(name for name in names if name.endswith(".gguf"))
+    ggufs = sorted(name for name in names if name.endswith(".gguf") and not name.endswith(IMPORTANCE))
     if any(name.endswith(".safetensors") for name in names) or safetensors.INDEX_FILE in names:
         return _open_safetensors(files, source)
     if len(ggufs) == 1 or (ggufs and all(gguf.SHARD.fullmatch(name) for name in ggufs)):

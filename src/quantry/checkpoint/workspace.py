@@ -50,6 +50,16 @@ class Workspace:
             self.folder / (shard + DONE), json.dumps({"bytes": done.bytes, "sha256": done.sha256}).encode()
         )
 
+    def remember(self, what: str, facts: Mapping[str, Any]) -> None:
+        """Keeps what a run has found out for the runs that go on with the job; gone when the job is done."""
+        write_atomically(self.folder / (what + DONE), json.dumps(facts).encode())
+
+    def remembered(self, what: str) -> dict[str, Any]:
+        """What earlier runs have kept."""
+        path = self.folder / (what + DONE)
+        facts: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        return facts
+
     def write(self, name: str, data: bytes) -> None:
         write_atomically(self.folder / name, data)
 

@@ -1,9 +1,12 @@
 """`quantry quantize`: a quantized checkpoint from a 16-bit one."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from quantry.types import Artefact
 
 
 def command(
@@ -16,9 +19,17 @@ def command(
     ] = None,
     format: Annotated[str | None, typer.Option(help="One of the formats that can hold the preset.")] = None,  # noqa: A002
     group: Annotated[int | None, typer.Option(help="Weights that share a scale, for presets with groups.")] = None,
+    rounder: Annotated[str | None, typer.Option(help="nearest or gptq, instead of the preset's own.")] = None,
     imatrix: Annotated[
-        Path | None, typer.Option(help="A file of importance vectors (llama-imatrix), for gguf presets.")
+        str | None,
+        typer.Option(help="For gguf presets: a file of importance vectors, auto to compute them, or none."),
     ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Text, JSON lines, parquet or a datasets folder to calibrate on; else a built-in text."),
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="Windows to calibrate on; 128 if not given.")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens of a window; 2048 if not given.")] = None,
     keep_odd: Annotated[
         bool, typer.Option("--keep-odd", help="Leave layers in 16 bit whose shape does not fit.")
     ] = False,
@@ -27,8 +38,17 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Write a quantized checkpoint that engines load unmodified."""
+    from dataclasses import replace
+
     from quantry.cli._job import announce, bar, report
     from quantry.pipeline import quantize
+
+    told: list[str] = []
+
+    def tell(planned: "Artefact") -> None:
+        announce(planned)
+        told.extend(planned.notes)
+        typer.echo("".join(f"{note}\n" for note in told), nl=False)
 
     with bar(quiet=json) as progress:
         artefact = quantize(
@@ -39,11 +59,16 @@ def command(
             plan=plan,
             format=format,
             group=group,
+            rounder=rounder,
             imatrix=imatrix,
+            data=data,
+            samples=samples,
+            length=length,
             keep_odd=keep_odd,
             dry_run=dry_run,
             device=device,
-            announce=None if json else announce,
+            announce=None if json else tell,
             progress=progress,
         )
-    report(artefact, dry_run, json)
+    new = tuple(note for note in artefact.notes if note not in told)
+    report(replace(artefact, notes=new), dry_run, json)

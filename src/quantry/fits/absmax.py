@@ -5,10 +5,10 @@ from torch import Tensor
 from quantry.numerics import codebooks
 from quantry.numerics.blocks import absmax
 from quantry.numerics.scales import affine, extremes, symmetric
-from quantry.types import Grid, Params
+from quantry.types import Grid, Params, Stats
 
 
-def fit(weight: Tensor, grid: Grid, whole: Tensor | None = None) -> Params:
+def fit(weight: Tensor, grid: Grid, whole: Tensor | None = None, stats: Stats | None = None) -> Params:
     """Parameters for `weight`; `whole` is the largest magnitude of all weights that must share a per-tensor scale."""
     if not grid.symmetric:
         return affine(*extremes(weight, grid), grid)

@@ -6,6 +6,10 @@
 | int-quantized, float-quantized | the codes themselves, int8 or e4m3, and `_scale`: [1], [out, 1] or [blocks, blocks] |
 | nvfp4-pack-quantized | `_packed` uint8 [out, in / 2], `_scale` e4m3 [out, in / 16], `_global_scale` float32 [1], a divisor |
 | mxfp4-pack-quantized | `_packed` uint8 [out, in / 2], `_scale` uint8 exponents [out, in / 32] |
+| any of int8, e4m3 with static inputs | besides, module.input_scale [1]; NVFP4: module.input_global_scale float32 [1], a divisor, beside scales of groups that are found as it runs (`dynamic` is "local") |
+| any, with an FP8 KV cache | besides, for each attention module .k_scale and .v_scale: [1], or with one a key-value head [heads, 1, 1] |
+
+vLLM (0.26 to 0.32) takes the largest static scale of the layers that it fuses, so these must share one; experts too.
 
 Float scales have the model's dtype: vLLM copies them into float32 parameters (integers below 8 bit: into the model's
 dtype), transformers casts them to the model's dtype; so a 16-bit scale is rounded by neither, and a float32 one would be.
@@ -16,7 +20,7 @@ widths are the same in both. Reading tells the two apart by the number of words.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING, Any
@@ -46,6 +50,7 @@ READ = (  # sub-formats; naive-quantized is what int- and float-quantized were c
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
     "mxfp4-pack-quantized",
 )  # fmt: skip
+KEYS_VALUES = ("k_proj", "v_proj", "qkv_proj")  # an attention module that has one of them has a cache to be scaled
 HEADS = ("lm_head", "embed_tokens")  # no Linear in vLLM (0.32): a quantized one must be a target by its name
 
 
@@ -64,9 +69,13 @@ def refusal(scheme: Scheme) -> str | None:
         )
     if scheme.activation is None:
         return None
-    if grid.scale == "e4m3":
-        return "nvfp4 with quantized activations needs a calibrated input scale, which is not written"
-    return _refuse_activation(scheme.activation, "e2m1", ((1, 32),))
+    if grid.scale == "e8m0":
+        return _refuse_activation(scheme.activation, "e2m1", ((1, 32),))
+    if scheme.activation.dynamic:
+        return "nvfp4 with quantized activations needs a calibrated input scale, so they cannot be dynamic"
+    if scheme.activation.grid != grid:
+        return f"with nvfp4 weights compressed-tensors holds nvfp4 activations, not {spell(scheme.activation.grid)}"
+    return None
 
 
 def stored_grid(grid: Grid, dtype: ModelType) -> Grid:
@@ -77,8 +86,16 @@ def model_dtype(dtype: str) -> str:
     return dtype
 
 
-def layout(module: str, shape: tuple[int, int], grid: Grid) -> Layout:
-    refuse(module, NAME, refusal(_example(grid)))
+def layout(module: str, shape: tuple[int, int], grid: Grid, activation: Activation | None = None) -> Layout:
+    """The tensors of a layer; `activation` is given where its scale is static, and so is stored."""
+    refuse(module, NAME, refusal(Scheme(grid, activation) if activation else _example(grid)))
+    inputs: Layout = {}
+    if activation and not activation.dynamic:
+        inputs = {_input_name(module, grid): ("F32" if grid.kind == "e2m1" else STORED[grid.scale], (1,))}
+    return {**_weight_layout(module, shape, grid), **inputs}
+
+
+def _weight_layout(module: str, shape: tuple[int, int], grid: Grid) -> Layout:
     rows, columns = shape
     if grid.block[0] == 1 and grid.block[1]:
         need_multiple(module, "inputs", columns, grid.block[1], NAME)
@@ -98,7 +115,13 @@ def layout(module: str, shape: tuple[int, int], grid: Grid) -> Layout:
     }
 
 
-def encode(module: str, tensor: QTensor) -> "dict[str, Tensor]":
+def encode(module: str, tensor: QTensor, inputs: "Tensor | None" = None) -> "dict[str, Tensor]":
+    """The stored tensors of a layer; `inputs` is the static scale of its input, rounded to the dtype that is stored."""
+    static = {} if inputs is None else {_input_name(module, tensor.grid): inputs.reshape(1)}
+    return {**_encode_weight(module, tensor), **static}
+
+
+def _encode_weight(module: str, tensor: QTensor) -> "dict[str, Tensor]":
     import torch
 
     from quantry.numerics.packing import pack_nibbles_low_first, pack_rows, unsigned
@@ -138,6 +161,7 @@ def decode(
     module: str, tensors: "Mapping[str, Tensor]", scheme: Scheme, settings: Mapping[str, Any] | None = None
 ) -> QTensor:
     grid = scheme.weight
+    input_scale(module, tensors, scheme)  # that it is there
     if f"{module}.weight_g_idx" in tensors:
         raise CheckpointError(
             f"{module}.weight_g_idx permutes the inputs (activation order with groups), which is not read",
@@ -157,8 +181,60 @@ def decode(
     return QTensor(grid, codes, Params(stored.reshape(scale_shape(grid, (codes.shape[0], codes.shape[1])))))
 
 
-def config(assignment: Mapping[str, Scheme], kept: Sequence[str]) -> dict[str, Any]:
+def input_scale(module: str, tensors: "Mapping[str, Tensor]", scheme: Scheme) -> "Tensor | None":
+    """The static scale of a layer's input, (1,) as stored (NVFP4: a divisor); None where it has none."""
+    if scheme.activation is None or scheme.activation.dynamic:
+        return None
+    name = _input_name(module, scheme.activation.grid)
+    if name not in tensors or tensors[name].numel() != 1:
+        found = "is missing" if name not in tensors else f"has {tensors[name].numel()} values"
+        raise CheckpointError(
+            f"{module} has a static scale for its input, and {name} {found}", fix="download the checkpoint again"
+        )
+    return tensors[name].reshape(1)
+
+
+def cache_modules(modules: Iterable[str]) -> tuple[str, ...]:
+    """The attention modules whose keys and values get a scale, from the names of linear layers."""
+    found = [name.rpartition(".") for name in modules]
+    return tuple(dict.fromkeys(parent for parent, _, leaf in found if leaf in KEYS_VALUES))
+
+
+def cache_layout(module: str, heads: int, grid: Grid) -> Layout:
+    """The scales of keys and of values: one each, or one a key-value head if the grid's block is (1, 0)."""
+    refuse(module, NAME, cache_refusal(grid))
+    shape = (heads, 1, 1) if grid.block == (1, 0) else (1,)
+    return {f"{module}.{side}_scale": (STORED[grid.scale], shape) for side in "kv"}
+
+
+def encode_cache(module: str, keys: "Tensor", values: "Tensor") -> "dict[str, Tensor]":
+    """The stored scales of an attention module, from `numerics.static.cache_scale` of its keys and values."""
+    return {f"{module}.k_scale": keys.contiguous(), f"{module}.v_scale": values.contiguous()}
+
+
+def cache_refusal(grid: Grid) -> str | None:
+    """Why a KV cache of this grid cannot be described, or None: what vLLM reads is E4M3 by tensor or by head."""
+    wanted = grid.kind == "e4m3" and grid.symmetric and grid.block in ((0, 0), (1, 0))
+    if wanted and grid.scale in ("f16", "bf16", "f32"):
+        return None
+    return f"compressed-tensors holds a KV cache of e4m3 per tensor or per head, not {spell(grid)}"
+
+
+def cache_grid(settings: Mapping[str, Any]) -> Grid | None:
+    """How the KV cache of a checkpoint is quantized; None where it is not."""
+    arguments = settings.get("kv_cache_scheme")
+    if arguments is None:
+        return None
+    if not isinstance(arguments, Mapping):
+        raise ConfigError(f"kv_cache_scheme is {str(arguments)[:40]!r}, not an object", fix="restore config.json")
+    by_head = {"attn_head": "channel"}  # a head is a row of keys
+    strategy = arguments.get("strategy")
+    return _grid("the KV cache", {**arguments, "strategy": by_head.get(str(strategy), strategy)})
+
+
+def config(assignment: Mapping[str, Scheme], kept: Sequence[str], cache: Grid | None = None) -> dict[str, Any]:
     """The most frequent scheme is the one of all Linear layers; the layers of each other one are listed by name."""
+    refuse("the KV cache", NAME, cache_refusal(cache) if cache else None)
     groups: dict[str, list[str]] = {}
     for module, scheme in assignment.items():
         groups.setdefault(json.dumps(_group(scheme)), []).append(module)
@@ -175,7 +251,7 @@ def config(assignment: Mapping[str, Scheme], kept: Sequence[str]) -> dict[str, A
         "quantization_status": "compressed",
         "config_groups": {f"group_{index}": entry for index, entry in enumerate(entries)},
         "ignore": list(kept),
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": cache and _arguments(cache, dynamic=False, single="attn_head"),
         "global_compression_ratio": None,
     }
 
@@ -216,7 +292,7 @@ def _refuse_int(scheme: Scheme) -> str | None:
             "compressed-tensors holds integers with quantized activations as symmetric int8 per channel or tensor, "
             f"not {spell(grid)}"
         )
-    return _refuse_activation(scheme.activation, "int", ((1, 0),))
+    return _refuse_activation(scheme.activation, "int", ((1, 0),) if scheme.activation.dynamic else ((0, 0),))
 
 
 def _refuse_float8(scheme: Scheme) -> str | None:
@@ -227,13 +303,15 @@ def _refuse_float8(scheme: Scheme) -> str | None:
         return f"compressed-tensors holds e4m3 with float scales, not {grid.scale}"
     if scheme.activation is None:
         return None
-    return _refuse_activation(scheme.activation, "e4m3", ((1, 128),) if grid.block == (128, 128) else ((1, 0), (0, 0)))
+    if grid.block == (128, 128):
+        return _refuse_activation(scheme.activation, "e4m3", ((1, 128),))
+    return _refuse_activation(scheme.activation, "e4m3", ((1, 0), (0, 0)) if scheme.activation.dynamic else ((0, 0),))
 
 
 def _refuse_activation(activation: Activation, kind: str, blocks: tuple[tuple[int, int], ...]) -> str | None:
     grid = activation.grid
-    if not activation.dynamic:
-        return "static activation scales are not written to compressed-tensors"
+    if not activation.dynamic and ((0, 0) not in blocks or grid.block != (0, 0) or not grid.symmetric):
+        return f"compressed-tensors holds static scales of one for the tensor without zero points, not {spell(grid)}"
     if grid.kind != kind or grid.block not in blocks or grid.bits != (4 if kind == "e2m1" else 8):
         return f"with these weights compressed-tensors holds {kind} activations, not {spell(grid)}"
     return None
@@ -245,13 +323,23 @@ def _group(scheme: Scheme) -> dict[str, Any]:
     kind = {"e4m3": "float-quantized", "e2m1": f"{'nv' if grid.scale == 'e4m3' else 'mx'}fp4-pack-quantized"}
     return {
         "weights": _arguments(grid, dynamic=False, single="channel"),
-        "input_activations": activation and _arguments(activation.grid, dynamic=activation.dynamic, single="token"),
+        "input_activations": activation and _arguments(activation.grid, dynamic=_dynamic(activation), single="token"),
         "output_activations": None,
         "format": kind.get(grid.kind, "pack-quantized" if _is_packed(grid) else "int-quantized"),
     }
 
 
-def _arguments(grid: Grid, *, dynamic: bool, single: str) -> dict[str, Any]:
+def _dynamic(activation: Activation) -> bool | str:
+    """The library's word: NVFP4's scale for the tensor is stored, and those of groups are found as it runs."""
+    return "local" if not activation.dynamic and activation.grid.scale == "e4m3" else activation.dynamic
+
+
+def _input_name(module: str, grid: Grid) -> str:
+    """Where the static scale of an input lies; weights and inputs are of one kind."""
+    return f"{module}.{'input_global_scale' if grid.kind == 'e2m1' else 'input_scale'}"
+
+
+def _arguments(grid: Grid, *, dynamic: bool | str, single: str) -> dict[str, Any]:
     """The library's QuantizationArgs; `single` is what one row of a matrix is called there."""
     rows, columns = grid.block
     strategy = {(1, columns): "group", (0, 0): "tensor", (1, 0): single}.get(grid.block, "block")
@@ -319,7 +407,7 @@ def _scheme(module: str, group: Mapping[str, Any], scale: TensorInfo) -> Scheme:
         weight = replace(weight, scale=float_scale(scale))
     if not isinstance(inputs, Mapping):
         return Scheme(weight)
-    return Scheme(weight, Activation(_grid(module, inputs), dynamic=bool(inputs.get("dynamic", False))))
+    return Scheme(weight, Activation(_grid(module, inputs), dynamic=inputs.get("dynamic") is True))
 
 
 def _grid(module: str, arguments: Mapping[str, Any]) -> Grid:

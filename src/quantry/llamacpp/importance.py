@@ -1,24 +1,29 @@
 """Importance matrices: for each matrix the mean square of its inputs, as llama-imatrix stores them.
 
-Two forms are read: GGUF (`NAME.in_sum2` and `NAME.counts`, one count for each expert) and the older binary one (sums
-times the number of calls). An expert that no token reached weighs all its inputs alike, as in llama.cpp.
+Two forms are read: GGUF (`NAME.in_sum2` and `NAME.counts`, one count for each expert), which is also written, and the
+older binary one (sums times the number of calls). An expert that no token reached weighs all its inputs alike, as in
+llama.cpp.
 """
 
 import hashlib
+import os
 import struct
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quantry.checkpoint.files import LocalFiles
 from quantry.checkpoint.gguf import MAGIC, read_header
-from quantry.errors import CheckpointError, RecipeError
+from quantry.errors import CheckpointError, OutputError, RecipeError
 from quantry.llamacpp.targets import Target
 
 Vectors = NDArray[np.float32]  # (matrices, columns)
+Sums = tuple[NDArray[Any], NDArray[Any]]  # sums of squares (matrices, columns), and the tokens of each matrix
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +50,63 @@ def read(path: Path) -> Importance:
                 f"{path.name} has a negative or infinite importance for {name}", fix="compute the matrix again"
             )
     return found
+
+
+def write(path: Path, vectors: Mapping[str, Sums], datasets: Sequence[str], chunk_size: int) -> None:
+    """Writes a file as llama-imatrix does: sums of squares and tokens by GGUF tensor name, one row for each expert.
+
+    `chunk_size` is the tokens of a window; how many windows there were follows from the tensor with the most tokens.
+    """
+    from gguf import GGUFWriter
+
+    if not vectors or chunk_size < 1:
+        what = f"chunks of {chunk_size} tokens" if vectors else "no tensors"
+        raise OutputError(f"an importance matrix with {what} is of no use", fix="calibrate on some text first")
+    rows = {name: _checked(name, *vectors[name]) for name in sorted(vectors)}
+    writer = GGUFWriter(path=None, arch="")
+    writer.kv_data = [{}]  # llama-imatrix writes no architecture
+    writer.add_type("imatrix")
+    writer.add_array("imatrix.datasets", list(datasets))
+    writer.add_uint32("imatrix.chunk_count", int(max(counts.max() for _, counts in rows.values())) // chunk_size)
+    writer.add_uint32("imatrix.chunk_size", chunk_size)
+    for name, (sums, counts) in rows.items():
+        writer.add_tensor(f"{name}.in_sum2", sums)
+        writer.add_tensor(f"{name}.counts", counts)
+    _save(writer, path)
+
+
+def _checked(name: str, sums: NDArray[Any], counts: NDArray[Any]) -> tuple[Vectors, Vectors]:
+    """The two arrays of a tensor as they are stored."""
+    if sums.ndim != 2 or counts.shape != sums.shape[:1]:
+        raise OutputError(
+            f"{name} has sums of shape {list(sums.shape)} and counts of shape {list(counts.shape)}",
+            fix="give (matrices, columns) and (matrices,)",
+        )
+    stored = np.ascontiguousarray(sums, np.float32)
+    if not np.isfinite(stored).all() or (stored < 0).any() or (counts < 0).any():
+        raise OutputError(f"{name} has a negative or infinite importance", fix="calibrate again, in float32")
+    return stored, np.ascontiguousarray(counts[:, None], np.float32)
+
+
+def _save(writer: Any, path: Path) -> None:
+    """The file under its name only when it is whole."""
+    try:
+        descriptor, partial = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".partial", dir=path.parent)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}", fix="check the folder") from error
+    try:
+        os.close(descriptor)
+        writer.write_header_to_file(Path(partial))
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        Path(partial).chmod(0o644)
+        Path(partial).replace(path)
+    except OSError as error:
+        Path(partial).unlink(missing_ok=True)
+        raise OutputError(
+            f"cannot write {path}: {error.strerror}", fix="free some space or check the folder"
+        ) from error
 
 
 def fitting(importance: Importance, targets: Mapping[str, Target]) -> dict[str, Vectors]:

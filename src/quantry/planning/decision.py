@@ -502,7 +502,7 @@ def _shards(request: Request, candidate: Candidate) -> int:
     """Files of a GGUF: it is cut where one would grow too large."""
     if candidate.recipe.format != GGUF or candidate.footprint.weights < gguf_file.SHARD_BYTES:
         return 1
-    division = gguf_file.divide(request.checkpoint, candidate.recipe, None)
+    division = gguf_file.divide(request.checkpoint, candidate.recipe)
     return len(shards(division.pieces, gguf_file.SHARD_BYTES))
 
 

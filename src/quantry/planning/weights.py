@@ -121,7 +121,7 @@ def _stored(same: Same, recipe: Recipe | None, keep_odd: bool) -> Stored:
 
 def _divided(checkpoint: Checkpoint, recipe: Recipe, blocks: int, keep_odd: bool) -> tuple[list[Weight], str]:
     if recipe.format == GGUF:
-        division = gguf_file.divide(checkpoint, recipe, None)
+        division = gguf_file.divide(checkpoint, recipe)
     else:
         form = None if recipe.format == CAST else _format(recipe.format)
         division = pieces.divide(checkpoint, recipe, blocks, form, keep_odd)

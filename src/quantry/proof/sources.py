@@ -1,5 +1,6 @@
 """Models of any format as the weights they stand for: a `walk.Source` for each, decoded from the bytes on the disk."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,11 +19,14 @@ from quantry.checkpoint.reader import local_folder, open_checkpoint
 from quantry.checkpoint.weights import MappedWeights, PlainWeights
 from quantry.checkpoint.workspace import JOB
 from quantry.errors import CheckpointError, QuantryError
+from quantry.formats import compressed_tensors
 from quantry.formats.gguf import BLOCKS
 from quantry.llamacpp import retokenizing
+from quantry.numerics.activations import Static
 from quantry.numerics.grids import dequantize
 from quantry.types import Activation, Checkpoint, Grid, Scheme
 
+CACHE = re.compile(r"\.[qkv]_(scale|zero_point)$")  # scales of the KV cache, and of queries where others write them
 UNFINISHED = "run the quantize command again: it goes on where it stopped"
 
 
@@ -36,6 +40,8 @@ class ModelSource:
     names: Sequence[str]
     schemes: Mapping[str, Scheme]  # quantized modules, named as transformers' checkpoints name them
     _read: Callable[[str], Tensor] = field(repr=False)
+    _input_scale: Callable[[str], float] | None = field(default=None, repr=False)  # the stored one, by module
+    cache: Grid | None = None  # of the KV cache, where the artefact has scales for it
     _metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of a GGUF file, long arrays too
 
     @property
@@ -45,15 +51,20 @@ class ModelSource:
 
     @cached_property
     def activations(self) -> Mapping[str, Activation]:
-        """The modules whose input an engine quantizes, and how."""
+        """The modules whose input an engine quantizes, and how; with the scale where the artefact holds one."""
         found = {module: scheme.activation for module, scheme in self.schemes.items() if scheme.activation}
-        for module, activation in found.items():
-            if not activation.dynamic:
-                raise CheckpointError(
-                    f"{module} has a static scale for its input, which is not simulated",
-                    fix="quantize the model with dynamic activations, as the presets do",
-                )
-        return found
+        return {module: self._with_scale(module, activation) for module, activation in found.items()}
+
+    def _with_scale(self, module: str, activation: Activation) -> Activation:
+        if activation.dynamic:
+            return activation
+        assert self._input_scale is not None
+        if not activation.grid.symmetric:
+            raise CheckpointError(
+                f"{module} has a static zero point for its input, which is not simulated",
+                fix="quantize the model with symmetric inputs, as the presets do",
+            )
+        return Static(activation.grid, dynamic=False, scale=self._input_scale(module))
 
     def read(self, name: str) -> Tensor:
         """The values of a tensor: in its own float type, or in float32 where they are decoded."""
@@ -93,14 +104,20 @@ def _plain(model: str | Path) -> ModelSource:
 def _quantized(model: str | Path) -> ModelSource:
     artefact = QuantizedModel(model)
     weights = MappedWeights(artefact.folder)
-    plain = {tensor.name: tensor for tensor in artefact.plain}
+    cache = compressed_tensors.cache_grid(artefact.settings) if artefact.form is compressed_tensors else None
+    plain = {tensor.name: tensor for tensor in artefact.plain if cache is None or not CACHE.search(tensor.name)}
     modules = {f"{module}.weight": module for module in artefact.schemes}
 
     def read(name: str) -> Tensor:
         return dequantize(artefact.read(modules[name])) if name in modules else weights.copy(plain[name])
 
+    def input_scale(module: str) -> float:
+        tensors = {tensor.name: weights.get(tensor) for tensor in artefact.parts[module]}
+        return float(artefact.form.input_scale(module, tensors, artefact.schemes[module]))
+
     config = {key: value for key, value in artefact.checkpoint.config.items() if key != "quantization_config"}
-    return ModelSource(artefact.folder, artefact.checkpoint, config, (*plain, *modules), artefact.schemes, read)
+    names = (*plain, *modules)
+    return ModelSource(artefact.folder, artefact.checkpoint, config, names, artefact.schemes, read, input_scale, cache)
 
 
 def _gguf(model: str | Path) -> ModelSource:
@@ -116,7 +133,7 @@ def _gguf(model: str | Path) -> ModelSource:
         tuple(pieces),
         {name.removesuffix(".weight"): Scheme(_grid(kind)) for name, kind in kinds.items() if kind in BLOCKS},
         lambda name: torch.cat([part for _, part in restorer.make(pieces[name])]),
-        file.metadata,
+        _metadata=file.metadata,
     )
 
 

@@ -1,0 +1,324 @@
+"""Statistics of a whole model, block by block: from a store on the disk where they are there, else from a walk.
+
+A store is a folder named by a fingerprint of model, data, versions, device and arithmetic, with one safetensors file
+for each block. Files appear whole under their name (several processes may write the same one) and carry a checksum;
+what cannot be read counts as not there. Without a store, or when it is full, blocks are computed anew.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from quantry import __version__
+from quantry.arch.attention import text_config
+from quantry.arch.parts import block_of
+from quantry.calibrate.data import Data
+from quantry.calibrate.statistics import LEAST, Heads, Observed, collect
+from quantry.checkpoint.weights import as_bytes
+from quantry.errors import ConfigError, QuantryError
+from quantry.types import Checkpoint, Stats
+from quantry.walk import Block, Source, Walk
+
+FORMAT = 1  # of the files; another number leaves older ones unread
+BUDGET = 32 << 30  # bytes of all stores together
+MEMORY = 8 << 30  # bytes of hidden states that stay in memory: 128 windows of 2048 tokens and 8192 channels take 4.3 GB
+SAMPLED, CHUNKS = 4096, 8  # bytes in a row and rows of them that tell one tensor from another
+
+Progress = Callable[[int, int, str], None]  # blocks done, blocks in all, the block in hand
+PARTS = ("gram", "absmax", "mean_abs", "histogram")
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Where statistics are kept, and how many bytes all of them may take."""
+
+    folder: Path
+    budget: int = BUDGET
+
+
+def default_store(budget: int = BUDGET) -> Store:
+    """~/.cache/quantry/statistics; QUANTRY_CACHE names another place for ~/.cache/quantry."""
+    home = os.environ.get("QUANTRY_CACHE") or str(Path.home() / ".cache" / "quantry")
+    return Store(Path(home).expanduser() / "statistics", budget)
+
+
+@dataclass(slots=False, eq=False, kw_only=True)
+class Statistics:
+    """The statistics of a model on some data; nothing is read or run until a block is asked for.
+
+    Blocks are best asked for in order: a walk goes forward, and begins again for a block that it has passed.
+    """
+
+    source: Source
+    data: Data
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+    batch: int = 4  # windows that run together
+    histogram: bool = False
+    least: int = LEAST  # tokens below which an expert borrows from all experts
+    cache: Store | None = None
+    memory: int = MEMORY
+    scratch: Path | None = None  # where hidden states lie that are too large for memory; None: where temporary files do
+    progress: Progress | None = None
+    identity: str | None = None  # of the weights, where it is known (`identity`); else some values of each are read
+    walked: int = field(default=0, init=False)  # blocks that were run for their statistics
+
+    def __post_init__(self) -> None:
+        self._at = -1  # the block that the walk has come to
+        self._blocks: Iterator[Block] = iter(())
+        self._last: tuple[int, Observed] | None = None
+        self._full = self.cache is None
+
+    @property
+    def count(self) -> int:
+        """The number of blocks."""
+        layers = text_config(self.source.config).get("num_hidden_layers")
+        if type(layers) is not int or layers < 1:
+            raise ConfigError(f"num_hidden_layers is {str(layers)[:40]}", fix="restore config.json")
+        return layers
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What the statistics depend on."""
+        known = {
+            "format": FORMAT,
+            "versions": [__version__, *(version(name) for name in ("torch", "transformers"))],
+            "model": self.identity or _values_digest(self.source),
+            "data": self.data.fingerprint,
+            "device": self.device.type,
+            "dtype": str(self.dtype),
+            "histogram": self.histogram,
+        }
+        return sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
+
+    def block(self, index: int) -> dict[str, Stats]:
+        """The statistics of a block by group; starved experts have those of all experts of their layer."""
+        return self.observed(index).covered(self.least)[0]
+
+    def group(self, module: str) -> str:
+        """The group whose statistics are those of a module."""
+        index = block_of(f"{module}.")
+        groups: Mapping[str, str] = {} if index is None else self.observed(index).groups
+        if module not in groups:
+            raise QuantryError(f"calibration has seen no module {module}", fix="name a linear layer of a decoder block")
+        return groups[module]
+
+    def observed(self, index: int) -> Observed:
+        """What was seen of a block, experts without tokens included."""
+        if not 0 <= index < self.count:
+            raise QuantryError(f"there is no block {index}", fix=f"blocks go from 0 to {self.count - 1}")
+        if self._last is None or self._last[0] != index:
+            self._last = None  # before another takes memory
+            self._last = (index, self._read(index) or self._walk(index))
+        return self._last[1]
+
+    def _walk(self, index: int) -> Observed:
+        """Walks up to a block; those on the way that the store lacks are put into it."""
+        if index <= self._at or self._at < 0:  # not begun, or past it
+            self._blocks, self._at = self._begin().blocks(self.data.tokens), -1
+        for block in self._blocks:
+            self._at = block.index
+            if self.progress:
+                self.progress(block.index, self.count, block.name)
+            if block.index == index or not (self._full or self._path(block.index).exists()):
+                found = self._collect(block)
+                if block.index == index:
+                    self._rest()
+                    return found
+            else:
+                block.advance()
+        raise ConfigError(f"the model ends before block {index}", fix="restore config.json")
+
+    def _begin(self) -> Walk:
+        return Walk(
+            self.source,
+            device=self.device,
+            dtype=self.dtype,
+            batch=self.batch,
+            memory=self.memory,
+            scratch=self.scratch,
+        )
+
+    def _rest(self) -> None:
+        """Lets go of the last block and of all hidden states at the end of the way."""
+        if self._at == self.count - 1:
+            self._blocks = iter(())
+
+    def _collect(self, block: Block) -> Observed:
+        self.walked += 1
+        found = collect(block, histogram=self.histogram)
+        if not self._full:
+            self._full = not self._write(block.index, found)
+        return found
+
+    def _path(self, index: int) -> Path:
+        assert self.cache is not None
+        return self.cache.folder / self.fingerprint / f"block-{index:05d}.safetensors"
+
+    def _read(self, index: int) -> Observed | None:
+        if self.cache is None or not self._path(index).exists():
+            return None
+        found = _load(self._path(index), self.device)
+        with suppress(OSError):
+            if found is None:
+                self._path(index).unlink(missing_ok=True)
+            os.utime(self._path(index).parent)  # the store that was not used for longest makes way first
+        return found
+
+    def _write(self, index: int, observed: Observed) -> bool:
+        """Stores a block if there is room for it; a store that cannot be written to is as good as full."""
+        assert self.cache is not None
+        path, data = self._path(index), _pack(observed)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not _make_room(self.cache, path.parent, len(data)):
+                return False
+            _write_whole(path, data)
+        except OSError:
+            return False
+        return True
+
+
+def statistics(
+    source: Source, data: Data, *, device: str | torch.device = "cpu", cache: Store | None = None, **how: Any
+) -> Statistics:
+    """The statistics of a model on some data, kept in `cache` if one is given; `how` has the other fields."""
+    return Statistics(source=source, data=data, device=torch.device(device), cache=cache, **how)
+
+
+def identity(checkpoint: Checkpoint) -> str:
+    """Tells one model from another by config, headers and some bytes of every tensor, whatever its size."""
+    digest = sha256(json.dumps(checkpoint.config, sort_keys=True, default=str).encode())
+    for tensor in sorted(checkpoint.tensors, key=lambda one: one.name):
+        digest.update(f"{tensor.name} {tensor.dtype} {list(tensor.shape)}".encode())
+        for start in _places(tensor.nbytes):
+            digest.update(checkpoint.read(tensor.file, tensor.start + start, min(SAMPLED, tensor.nbytes - start)))
+    return digest.hexdigest()
+
+
+def _values_digest(source: Source) -> str:
+    """The same of a source that is no plain checkpoint; decoding takes as long as reading all of it."""
+    digest = sha256(json.dumps(source.config, sort_keys=True, default=str).encode())
+    digest.update(json.dumps({name: str(kind) for name, kind in sorted(source.activations.items())}).encode())
+    for name in sorted(source.names):
+        values = source.read(name)
+        digest.update(f"{name} {values.dtype} {list(values.shape)}".encode())
+        data = as_bytes(values)
+        for start in _places(len(data)):
+            digest.update(data[start : start + SAMPLED])
+    return digest.hexdigest()
+
+
+def _places(size: int) -> range:
+    """Where samples of so many bytes begin."""
+    return range(0, size, max(SAMPLED, size // CHUNKS))
+
+
+def _pack(observed: Observed) -> bytes:
+    """A block as a safetensors file: of each Gram matrix the upper triangle, row after row."""
+    tensors: dict[str, Tensor] = {}
+    for number, stats in enumerate(observed.stats.values()):
+        upper = torch.cat([row[index:] for index, row in enumerate(stats.gram.cpu())])
+        parts = {"gram": upper, "absmax": stats.absmax, "mean_abs": stats.mean_abs}
+        parts |= {} if stats.histogram is None else {"histogram": stats.histogram}
+        tensors |= {f"{number}.{name}": part.cpu().contiguous() for name, part in parts.items()}
+    if observed.heads:
+        tensors |= {"heads.keys": observed.heads.keys.cpu(), "heads.values": observed.heads.values.cpu()}
+    facts = {
+        "groups": dict(observed.groups),
+        "pools": dict(observed.pools),
+        "tokens": {name: stats.tokens for name, stats in observed.stats.items()},
+        "checksum": _checksum(tensors),
+    }
+    return bytes(save(tensors, {"quantry": json.dumps(facts)}))
+
+
+def _load(path: Path, device: torch.device) -> Observed | None:
+    """A stored block, or nothing if the file is not what was written."""
+    try:
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            facts: dict[str, Any] = json.loads(file.metadata()["quantry"])
+        if facts["checksum"] != _checksum(tensors):
+            return None
+        stats = {
+            name: _stats(tokens, {part: tensors.get(f"{number}.{part}") for part in PARTS}, device)
+            for number, (name, tokens) in enumerate(facts["tokens"].items())
+        }
+        heads = (
+            Heads(tensors["heads.keys"].to(device), tensors["heads.values"].to(device))
+            if "heads.keys" in tensors
+            else None
+        )
+        return Observed(stats, facts["groups"], facts["pools"], heads)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError):
+        return None
+
+
+def _stats(tokens: int, parts: Mapping[str, Any], device: torch.device) -> Stats:
+    channels = len(parts["absmax"])
+    gram = torch.zeros(channels, channels)
+    for index, row in enumerate(parts["gram"].split(list(range(channels, 0, -1)))):
+        gram[index, index:] = row
+    gram += gram.triu(1).T
+    square = gram.diagonal().clone()
+    kept = [part.to(device) for part in (gram, parts["absmax"], parts["mean_abs"], square)]
+    histogram = parts["histogram"]
+    return Stats(tokens, *kept, *([] if histogram is None else [histogram.to(device)]))
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> int:
+    total = 0
+    for name in sorted(tensors):
+        total = zlib.crc32(as_bytes(tensors[name]), zlib.crc32(name.encode(), total))
+    return total
+
+
+def _make_room(store: Store, own: Path, needed: int) -> bool:
+    """Whether so many bytes fit, once the stores that were not used for longest have made way."""
+    sizes = {folder: _size(folder) for folder in store.folder.iterdir() if folder.is_dir()}
+    for folder in sorted(sizes.keys() - {own}, key=lambda one: one.stat().st_mtime if one.exists() else 0):
+        if sum(sizes.values()) + needed <= store.budget or sizes[own] + needed > store.budget:
+            break
+        shutil.rmtree(folder, ignore_errors=True)
+        del sizes[folder]
+    return sum(sizes.values()) + needed <= store.budget and needed < shutil.disk_usage(own).free
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for file in folder.iterdir():
+        try:
+            total += file.stat().st_size
+        except FileNotFoundError:  # another process has finished or removed it
+            continue
+    return total
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """A file that is either whole or not there, under a name of its own until then."""
+    descriptor, partial = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".partial", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(partial).replace(path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,142 @@
+"""GPTQ: codes chosen column by column, so that later columns make up for the rounding errors of earlier ones.
+
+What counts is the error of a layer's output, tr(dW G dW') with the Gram matrix G of its input. Columns that have not
+been rounded yet can take back most of what a rounded one did wrong, as far as their inputs are correlated; G plus some
+damping says by how much (Frantar et al., 2022; `numerics/feedback` has the loop).
+
+The parameters of the grid are fitted to the whole weight before, and stay. So columns can be visited by falling power
+of their input (the "act order": what matters most is rounded while most can still be made up for), and nothing has to
+be reordered when the model runs. ggml's types keep the scales and minima that its search finds.
+
+A channel that calibration never saw has no correlations: it is rounded to nearest, and its error goes nowhere.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quantry.errors import RecipeError, WeightError
+from quantry.numerics import feedback, ggml, ladders
+from quantry.numerics.blocks import block_of
+from quantry.numerics.codebooks import nearest_e2m1
+from quantry.numerics.feedback import Codes, Factor, Lattice
+from quantry.numerics.ggml import lattice as blocks
+from quantry.numerics.ggml.layout import BLOCKS, pack, unpack
+from quantry.numerics.grids import code_dtype, effective_scale
+from quantry.types import Grid, Params, QTensor, Stats
+
+DAMPING = 0.01  # of the mean of the Gram matrix's diagonal
+MOST_DAMPING = 1.0
+KINDS = ("int", *ladders.MANTISSA)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """What all linears that share an input share: U, and what an error in each column counts when scales are fitted.
+
+    `damping` is what was used in the end, `note` says so if it is more than was asked for.
+    """
+
+    factor: Factor
+    importance: Tensor  # (channels,) float32
+    damping: float
+    note: str | None = None
+
+
+def prepare(stats: Stats, damping: float = DAMPING, order: bool = True, dtype: torch.dtype = torch.float32) -> Prepared:
+    """Factorizes the Hessian, on the device of the Gram matrix; worth keeping for all linears that read this input.
+
+    With `order` columns are visited by falling power of their input. `dtype` is what codes will be computed in.
+    """
+    gram = stats.gram
+    if not 0 <= damping <= MOST_DAMPING:
+        raise RecipeError(f"a damping of {damping:g} is not from 0 to {MOST_DAMPING:g}", fix=f"leave it at {DAMPING:g}")
+    if not torch.isfinite(gram).all():
+        raise WeightError(
+            "the Gram matrix of an input has NaN or infinite entries", fix="calibrate in bfloat16 or float32"
+        )
+    power = gram.diagonal()
+    visit = torch.argsort(power, descending=True, stable=True) if order else torch.arange(len(gram), device=gram.device)
+    back = torch.argsort(visit)
+    upper, used = _factorize(gram[visit][:, visit], damping)
+    raised = f"the Gram matrix of an input needed a damping of {used:g} instead of {damping:g}"
+    importance = (power.double().clamp(min=0) / upper.diagonal().double()[back].square()).sqrt().float()
+    return Prepared(Factor(upper.to(dtype), visit, back), importance, used, None if used == damping else raised)
+
+
+def round_weight(weight: Tensor, grid: Grid, params: Params, stats: Stats | Prepared | None = None) -> QTensor:
+    """Codes of a weight (rows, columns) for parameters that are fitted; `stats` may have been prepared before."""
+    if grid.kind not in KINDS:
+        raise RecipeError(f"gptq cannot round onto {grid.kind}", fix="choose the rounder nearest")
+    prepared = _prepared(stats, weight)
+    codes = Codes(code_dtype(grid), (lambda levels: nearest_e2m1(levels.float())) if grid.kind == "e2m1" else _same)
+    return QTensor(grid, feedback.choose(weight, _lattice(grid, params, weight), prepared.factor, codes), params)
+
+
+def round_blocks(weight: Tensor, kind: str, stats: Stats | Prepared | None = None) -> Tensor:
+    """Weights (rows, columns) in one of ggml's types: uint8 (rows, bytes of a row)."""
+    prepared = _prepared(stats, weight)
+    data = ggml.quantize(weight, kind, prepared.importance)
+    if kind not in BLOCKS:
+        return data
+    fields = unpack(kind, data.view(-1, BLOCKS[kind].bytes))
+    lattice = blocks.lattice(kind, fields, weight.shape[1])
+    codes = feedback.choose(weight, lattice, prepared.factor, blocks.codes(kind))
+    return pack(kind, replace(fields, codes=codes.view(-1, BLOCKS[kind].size))).view(data.shape)
+
+
+def _prepared(stats: Stats | Prepared | None, weight: Tensor) -> Prepared:
+    if stats is None:
+        raise RecipeError("gptq needs statistics of the inputs", fix="calibrate on data, or choose the rounder nearest")
+    prepared = stats if isinstance(stats, Prepared) else prepare(stats)
+    if prepared.importance.shape != (weight.shape[1],):
+        raise WeightError(
+            f"statistics of {len(prepared.importance)} channels for a weight of {weight.shape[1]} columns",
+            fix="calibrate with this model",
+        )
+    return prepared
+
+
+def _factorize(hessian: Tensor, damping: float) -> tuple[Tensor, float]:
+    """The upper triangle U with U'U the inverse of the damped Hessian, and the damping that it took.
+
+    The Cholesky factor of the Hessian with its order reversed, inverted and reversed again, is that triangle: half the
+    work of the three steps that are usual, and the inverse itself is never formed. It is done in float64; on a GPU,
+    where float64 may be 64 times as slow, only where float32 fails.
+    """
+    flipped = hessian.flip((0, 1))
+    mean = float(hessian.diagonal().double().mean())
+    while True:
+        for dtype in (torch.float64,) if hessian.device.type == "cpu" else (torch.float32, torch.float64):
+            damped = flipped.to(dtype, copy=True)
+            damped.diagonal().add_(damping * mean if mean > 0 else 1.0)
+            lower, failed = torch.linalg.cholesky_ex(damped)
+            if not failed:
+                one = torch.eye(len(lower), dtype=dtype, device=lower.device)
+                return torch.linalg.solve_triangular(lower, one, upper=False).flip((0, 1)), damping
+        if damping == MOST_DAMPING:
+            break
+        damping = min(damping * 10 or DAMPING, MOST_DAMPING)
+    raise WeightError(
+        f"the Gram matrix of an input is not positive definite, even with {MOST_DAMPING:g} of its mean diagonal added",
+        fix="accumulate it in float32 from finite activations",
+    )
+
+
+def _lattice(grid: Grid, params: Params, weight: Tensor) -> Lattice:
+    """Where the values of a weight lie, given the parameters of its grid."""
+    rows, columns = weight.shape
+    tall, wide = block_of(grid, (rows, columns))
+
+    def by_row(numbers: Tensor) -> Tensor:
+        return numbers.repeat_interleave(tall, dim=0)[:rows].t()
+
+    step = by_row(effective_scale(grid, params))
+    shift = None if params.zero is None else step * by_row(params.zero.float())
+    return Lattice(ladders.of_grid(grid), torch.arange(columns, device=weight.device) // wide, step, shift)
+
+
+def _same(levels: Tensor) -> Tensor:
+    """Levels that become codes when they are copied."""
+    return levels
