@@ -38,7 +38,7 @@ TEXT: dict[str, Any] = {"samples": 24, "length": 128}
 BUILT = [
     (preset.name, form)
     for preset in presets().values()
-    if preset.calibrated and not preset.missing and preset.transform != "rotation"
+    if preset.calibrated and not preset.missing
     for form in preset.formats
     if form != "gguf"
 ]
