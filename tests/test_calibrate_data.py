@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from quantry.calibrate.data import BREAK, Data, load, load_tokenizer, prefix_of
+from quantry.calibrate.data import BREAK, Data, load
 from quantry.checkpoint.reader import demo_folder
 from quantry.errors import CheckpointError, QuantryError
+from quantry.tokenizing import load_tokenizer, prefix_of
 from tiny_tokenizers import KINDS, TEXT, write_tokenizer
 
 STORIES = [

@@ -17,7 +17,7 @@ import quantry
 from quantry import registry
 from quantry.arch.linears import linears
 from quantry.arch.smoothing import smoothing
-from quantry.calibrate.data import Data, load, load_tokenizer
+from quantry.calibrate.data import Data, load
 from quantry.checkpoint.reader import demo_folder, open_checkpoint
 from quantry.checkpoint.weights import PlainWeights
 from quantry.errors import QuantryError
@@ -28,6 +28,7 @@ from quantry.pieces import by_block, divide
 from quantry.proof.sources import open_source
 from quantry.recipe import from_options, presets
 from quantry.rounders import gptq, nearest
+from quantry.tokenizing import load_tokenizer
 from quantry.transforms import awq
 from quantry.types import Grid, QTensor, Scheme, Stats
 from quantry.walk import run

@@ -11,13 +11,14 @@ from torch import Tensor
 
 import quantry
 from quantry.calibrate.cache import statistics
-from quantry.calibrate.data import load, load_tokenizer
+from quantry.calibrate.data import load
 from quantry.checkpoint.reader import open_checkpoint
 from quantry.checkpoint.weights import PlainWeights
 from quantry.llamacpp import importance
 from quantry.numerics import ggml
 from quantry.proof.sources import open_source
 from quantry.rounders import gptq
+from quantry.tokenizing import load_tokenizer
 from quantry.walk import run
 from test_statistics import inputs_of
 from tiny_models import ARCHITECTURES, write_model

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from quantry.calibrate.data import Data, load, load_tokenizer
+from quantry.calibrate.data import Data, load
 from quantry.calibrate.doctor import diagnose, single_pairs, unigram_bits
 from quantry.checkpoint.reader import demo_folder
+from quantry.tokenizing import load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -243,7 +243,7 @@ def test_truncated_shard_is_refused(w8: Path) -> None:
 def test_unfinished_artefact_is_refused(w8: Path) -> None:
     w8.rename(w8.with_name("w8a16.partial"))
     (w8.with_name("w8a16.partial") / "quantry-job.json").write_text("{}")
-    assert "unfinished" in refused("verify", w8, "--reference", "demo")
+    assert "not finished" in refused("verify", w8, "--reference", "demo")
 
 
 def test_other_vocabulary_is_refused(w8: Path) -> None:

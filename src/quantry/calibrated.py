@@ -20,7 +20,7 @@ from quantry.arch.linears import Linear, linears
 from quantry.arch.parts import decoder_block
 from quantry.arch.smoothing import smoothing
 from quantry.calibrate.cache import Statistics, default_store, identity, statistics
-from quantry.calibrate.data import LENGTH, SAMPLES, Data, load, load_tokenizer
+from quantry.calibrate.data import LENGTH, SAMPLES, Data, load
 from quantry.calibrate.doctor import diagnose
 from quantry.calibrate.importance import sums
 from quantry.calibrate.statistics import LEAST, Observed, module_names
@@ -32,6 +32,7 @@ from quantry.llamacpp import importance
 from quantry.llamacpp.targets import Target
 from quantry.pieces import Division
 from quantry.recipe import Calibration, Recipe
+from quantry.tokenizing import load_tokenizer
 from quantry.types import Anatomy, Checkpoint, Scheme, Stats, TensorInfo
 from quantry.walk import Walk
 

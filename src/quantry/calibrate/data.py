@@ -16,10 +16,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from quantry.checkpoint.reader import DEMO, demo_folder
-from quantry.errors import CheckpointError, QuantryError
+from quantry.errors import QuantryError
+from quantry.tokenizing import encode, prefix_of
 
 BUILT_IN = "calibration.txt"
 SAMPLES, LENGTH = 128, 2048
@@ -118,32 +119,6 @@ def load(
         chat=bool(tokenizer.chat_template),
         notes=_notes(samples, taken, length, window),
     )
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint: its tokenizer.json as it is, where it has one; no code of its own is run."""
-    kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
-    try:
-        made: PreTrainedTokenizerBase = kind.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # the libraries have no class of their own for it
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
-        raise CheckpointError(
-            f"the tokenizer of {folder} cannot be read: {reason}", fix="copy its files from the original model"
-        ) from error
-    return made
-
-
-def prefix_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """What the tokenizer puts before a text; told from a text, since flags and template need not agree."""
-    plain, dressed = _encode(tokenizer, "a"), list(tokenizer("a")["input_ids"])
-    places = range(len(dressed) - len(plain) + 1)
-    place = next((place for place in places if dressed[place : place + len(plain)] == plain), 0)
-    return tuple(dressed[:place])
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
 
 
 def _stream(source: _Source, reader: "_Reader", needed: int, seed: int) -> tuple[list[int], list[int]]:
@@ -249,7 +224,7 @@ def _has_markers(windows: Sequence[Sequence[int]], tokenizer: PreTrainedTokenize
     if not tokenizer.chat_template:
         return False
     try:
-        rendered = _encode(tokenizer, str(tokenizer.apply_chat_template(PROBE, tokenize=False)))
+        rendered = encode(tokenizer, str(tokenizer.apply_chat_template(PROBE, tokenize=False)))
     except Exception:  # a template that wants more than one message; then it cannot be told
         return False
     ends = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}

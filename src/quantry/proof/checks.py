@@ -16,10 +16,9 @@ from typing import Any, Protocol, cast
 
 from quantry.arch.attention import text_config
 from quantry.checkpoint.reader import DEMO, demo_folder
-from quantry.checkpoint.workspace import JOB
 from quantry.errors import CheckpointError, QuantryError
 from quantry.llamacpp.model import Model
-from quantry.proof.sources import ModelSource, open_source, tokenizer
+from quantry.proof.sources import ModelSource, check_finished, open_source, tokenizer
 
 CONTEXT = 32  # tokens: llama.cpp only tokenizes here
 START = 4000  # characters of the text that both tokenize
@@ -81,7 +80,7 @@ def checks(reference: str | Path, artefact: str | Path, text: str = "") -> tuple
 
 def _checks(reference: str | Path, artefact: str | Path, text: str) -> Iterator[Check]:
     path = demo_folder() if artefact == DEMO else Path(artefact).expanduser()
-    yield (finished := check_finished(path))
+    yield (finished := _finished(path))
     if not finished.ok:
         return
     yield (whole := check_files(path))
@@ -105,17 +104,12 @@ def _checks(reference: str | Path, artefact: str | Path, text: str) -> Iterator[
             yield _template(first, second)
 
 
-def check_finished(path: Path) -> Check:
-    """Whether the job that writes the artefact is done."""
-    partial = path.with_name(path.name + ".partial")
-    left = path if (path / JOB).exists() else partial if (partial / JOB).exists() and not _anything(path) else None
-    if left is None:
-        return Check("finished", True, "the artefact is finished")
-    return Check("finished", False, f"{left} holds an unfinished job", "run the same quantize command again")
-
-
-def _anything(path: Path) -> bool:
-    return path.is_file() or (path.is_dir() and any(path.iterdir()))
+def _finished(path: Path) -> Check:
+    try:
+        check_finished(path)
+    except QuantryError as error:
+        return Check("finished", False, error.problem, error.fix)
+    return Check("finished", True, "the artefact is finished")
 
 
 def check_files(path: Path) -> Check:

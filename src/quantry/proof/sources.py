@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from quantry import restoration
 from quantry.artefact import QuantizedModel
@@ -24,6 +24,7 @@ from quantry.formats.gguf import BLOCKS
 from quantry.llamacpp import retokenizing
 from quantry.numerics.activations import Static
 from quantry.numerics.grids import dequantize
+from quantry.tokenizing import load_tokenizer
 from quantry.types import Activation, Checkpoint, Grid, Scheme
 
 CACHE = re.compile(r"\.[qkv]_(scale|zero_point)$")  # scales of the KV cache, and of queries where others write them
@@ -77,7 +78,7 @@ class ModelSource:
 
 def open_source(model: str | Path) -> ModelSource:
     """Opens a 16-bit checkpoint, a quantized one, a GGUF file or a folder that holds one."""
-    _check_finished(Path(model).expanduser())
+    check_finished(Path(model).expanduser())
     checkpoint = open_checkpoint(model)
     if checkpoint.format == "gguf":
         return _gguf(model)
@@ -87,11 +88,11 @@ def open_source(model: str | Path) -> ModelSource:
 def tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     """The tokenizer of a model: its tokenizer.json as it is, or what its GGUF file has inside."""
     if source.format == "safetensors":
-        return _load_tokenizer(source.path)
+        return load_tokenizer(source.path)
     with TemporaryDirectory() as folder:
         for name, data in source.tokenizer_files().items():
             (Path(folder) / name).write_bytes(data)
-        return _load_tokenizer(Path(folder))
+        return load_tokenizer(Path(folder))
 
 
 def _plain(model: str | Path) -> ModelSource:
@@ -142,20 +143,7 @@ def _grid(kind: str) -> Grid:
     return Grid(kind, int(kind.lstrip("iq")[0]))  # type: ignore[arg-type]
 
 
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """A tokenizer of a folder; classes of families would take tokenizer.json's parts and put them together anew."""
-    kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
-    try:
-        made: PreTrainedTokenizerBase = kind.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # the libraries have no class of their own for it
-        reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
-            f"the tokenizer of {folder} cannot be read: {reason}", fix="copy its files from the original model"
-        ) from error
-    return made
-
-
-def _check_finished(path: Path) -> None:
+def check_finished(path: Path) -> None:
     """Refuses what a job has not finished writing: its folder, or the output that is not there yet."""
     if path.is_dir() and (path / JOB).exists():
         raise QuantryError(f"{path} is not finished", fix=UNFINISHED)

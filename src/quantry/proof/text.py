@@ -12,6 +12,7 @@ from typing import Any
 
 from quantry.checkpoint.reader import demo_folder
 from quantry.errors import QuantryError
+from quantry.tokenizing import encode, prefix_of
 
 HELD_OUT = "held-out.txt"  # of the demo model, which was not trained on it
 
@@ -30,7 +31,7 @@ class Window:
 
 def windows(text: str, tokenizer: Any, length: int, count: int | None) -> list[Window]:
     """The first `count` windows of a text (None: all), each of `length` tokens, a BOS included; a rest is left out."""
-    prefix = _prefix(tokenizer)
+    prefix = prefix_of(tokenizer)
     start = max(1, len(prefix))
     if length <= start:
         raise QuantryError(
@@ -38,7 +39,7 @@ def windows(text: str, tokenizer: Any, length: int, count: int | None) -> list[W
         )
     if count is not None and count < 1:
         raise QuantryError(f"{count} windows are nothing to measure on", fix="ask for at least 1")
-    tokens = _without(prefix, _tokenize(text, tokenizer))
+    tokens = _without(prefix, encode(tokenizer, text))
     step = length - len(prefix)
     found = len(tokens) // step
     if found == 0:
@@ -62,22 +63,6 @@ def read_text(file: Path) -> tuple[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise QuantryError(f"cannot read {file}: {reason}", fix="give a text file in UTF-8") from error
-
-
-def _tokenize(text: str, tokenizer: Any) -> list[int]:
-    """A text of any length: `verbose` is where transformers warns that it is longer than the model's context."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
-
-
-def _prefix(tokenizer: Any) -> tuple[int, ...]:
-    """What the tokenizer puts before a text; told from a text, since flags and template need not agree."""
-    probe = "a"
-    plain: list[int] = tokenizer(probe, add_special_tokens=False)["input_ids"]
-    dressed: list[int] = tokenizer(probe)["input_ids"]
-    places = range(len(dressed) - len(plain) + 1)
-    place = next((place for place in places if dressed[place : place + len(plain)] == plain), 0)
-    return tuple(dressed[:place])
 
 
 def _without(prefix: Sequence[int], tokens: list[int]) -> list[int]:
