@@ -3,9 +3,6 @@
 import json
 import multiprocessing
 import os
-import random
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,7 @@ import pytest
 import torch
 
 import quantry
-from test_quantize import contents, written
+from killed_jobs import kill_and_resume
 from tiny_models import write_model
 
 MOE = "Qwen3MoeForCausalLM"
@@ -45,22 +42,6 @@ def test_kill_9_at_random_moments(name: str, tmp_path: Path) -> None:
         child.start()
         return child
 
-    start(tmp_path / "whole").join()
-    expected = contents(tmp_path / "whole")
+    expected, killed = kill_and_resume(start, tmp_path, name, rounds=3, shares=(0.02, 0.9))
     assert any("have fewer than 256 tokens" in note for note in json.loads(expected["quantry.json"])["notes"])
-    total = sum(map(len, expected.values()))
-    moments, killed = random.Random(name), 0
-    for number in range(3):
-        out, partial = tmp_path / str(number), tmp_path / f"{number}.partial"
-        share = moments.uniform(0.02, 0.9) * total
-        child = start(out)
-        while child.is_alive() and written(partial) < share:
-            time.sleep(0.0005)
-        child.kill()
-        child.join()
-        killed += child.exitcode == -signal.SIGKILL
-        if not out.exists():
-            start(out).join()
-        assert contents(out) == expected
-        assert not partial.exists()
     assert killed >= 2

@@ -2,12 +2,8 @@
 
 import json
 import multiprocessing
-import os
-import random
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import quantry
+from killed_jobs import contents, kill_and_resume
 from quantry import registry
 from quantry.arch.linears import fused_name, shared_name
 from quantry.checkpoint import open_checkpoint
@@ -71,10 +68,6 @@ def llama_shapes() -> dict[str, tuple[int, ...]]:
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     return write_model(tmp_path / "llama", CONFIG, llama_shapes())
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
 
 
 def decoded(folder: Path) -> dict[str, torch.Tensor]:
@@ -244,33 +237,9 @@ def test_kill_9_at_random_moments(tmp_path: Path, preset: str, form: str) -> Non
         child.start()
         return child
 
-    start(tmp_path / "whole").join()
-    expected = contents(tmp_path / "whole")
-    total = sum(map(len, expected.values()))
+    expected, killed = kill_and_resume(start, tmp_path, preset, rounds=5, shares=(0, 0.98))
     assert sum(name.endswith(".safetensors") for name in expected) > 3
-    moments, killed = random.Random(preset), 0
-    for number in range(5):
-        out, partial = tmp_path / str(number), tmp_path / f"{number}.partial"
-        share = moments.uniform(0, 0.98) * total
-        child = start(out)
-        while child.is_alive() and written(partial) < share:
-            time.sleep(0.0005)
-        child.kill()
-        child.join()
-        killed += child.exitcode == -signal.SIGKILL
-        if not out.exists():
-            start(out).join()
-        assert contents(out) == expected
-        assert not partial.exists()
     assert killed >= 3
-
-
-def written(folder: Path) -> int:
-    """Bytes in a folder that another process is writing to, or is about to rename."""
-    try:
-        return sum(entry.stat().st_size for entry in os.scandir(folder))
-    except FileNotFoundError:
-        return 0
 
 
 def test_resume_takes_over_finished_shards(llama: Path, tmp_path: Path) -> None:
