@@ -35,7 +35,7 @@ def main() -> None:
     rows = []
     for preset in presets().values():
         wanted = not options.only or preset.name in options.only.split(",")
-        if preset.missing is None and _is_free(preset) and wanted:
+        if not preset.calibrated and wanted:
             rows += _rows(preset, options)
             print(_line(rows[-1]), flush=True)
     result = {
@@ -59,11 +59,6 @@ def _options() -> argparse.Namespace:
     for name in ("--llama-quantize", "--vllm", "--transformers"):
         parser.add_argument(name, type=Path)
     return parser.parse_args()
-
-
-def _is_free(preset: Preset) -> bool:
-    """Whether a preset needs no calibration."""
-    return preset.transform is None and preset.rounder == "nearest" and preset.fit in (None, "absmax", "mse")
 
 
 def _rows(preset: Preset, options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -46,11 +46,11 @@ def presets_page() -> str:
     rows = [
         f"| `{preset.name}` | {preset.about} | {preset.scheme.weight.bits} | "
         f"{preset.fit or 'searched as ggml does'}, {preset.rounder}"
-        f"{', ' + preset.transform if preset.transform else ''} | {', '.join(preset.formats)} | "
-        f"{'needs the ' + preset.missing if preset.missing else 'yes'} |"
+        f"{', ' + preset.transform if preset.transform else ''}{', distilled' if preset.distilled else ''} | "
+        f"{', '.join(preset.formats)} |"
         for preset in presets().values()
     ]
-    head = "| preset | what it is | bits | how | formats, default first | built |\n|---|---|---|---|---|---|"
+    head = "| preset | what it is | bits | how | formats, default first |\n|---|---|---|---|---|"
     return "\n".join([NOTICE, "# Presets\n", head, *rows, ""])
 
 

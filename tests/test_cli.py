@@ -70,8 +70,9 @@ def test_flags_are_frozen() -> None:
         ],
         "presets": ["--json"],
         "quantize": [
-            "--data", "--device", "--dry-run", "--format", "--group", "--imatrix", "--json", "--keep-odd", "--length",
-            "--output", "--plan", "--preset", "--recipe", "--rounder", "--samples", "-o", "model",
+            "--data", "--device", "--dry-run", "--format", "--group", "--imatrix", "--input-scales", "--json", "--keep-odd",
+            "--kv", "--length", "--low-memory", "--output", "--plan", "--preset", "--recipe", "--rounder", "--samples",
+            "--sequential", "-o", "model",
         ],
         "verify": [
             "--device", "--engine", "--engine-python", "--gate", "--json", "--judge", "--judge-key", "--judge-model", "--length",

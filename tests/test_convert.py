@@ -7,11 +7,12 @@ import pytest
 import torch
 
 import quantry
+from killed_jobs import contents
 from quantry.artefact import QuantizedModel
 from quantry.errors import QuantryError
 from quantry.numerics.grids import dequantize
 from test_cli import run
-from test_quantize import CONFIG, contents, llama_shapes, write_model
+from test_quantize import CONFIG, llama_shapes, write_model
 
 
 @pytest.fixture

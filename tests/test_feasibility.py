@@ -147,7 +147,19 @@ CASES = [
     Case(L8, "w8a8", "vllm", "A100 80GB SXM", "kernel", "int8 inputs", kernel="CUTLASS INT8"),
     Case(L8, "w8a8", "vllm", "B200", "refusal", "INT8 is not supported on compute capability 10.0 and above (10.0); use fp8-dynamic"),
     Case(L8, "w8a8", "vllm", "RTX 5090", "refusal", "(12.0)"),
-    Case(L8, "w4a8-zeroquant", "vllm", "H100", "fallback", "keeps its inputs in 16 bit"),
+    # 4-bit weights with 8-bit inputs: loaded everywhere, used by one kernel
+    Case(L8, "w4a8-zeroquant", "vllm", "H100", "fallback", "keeps its inputs in 16 bit: Machete takes no 8-bit inputs", kernel="Machete"),
+    Case(L8, "w4a8-zeroquant", "vllm", "RTX 3090", "fallback", "Marlin takes no 8-bit inputs with 4-bit weights", kernel="Marlin"),
+    Case(L8, "w4a8-zeroquant", "vllm", "H100", "kernel", "int8 inputs", group=32, packages=("humming-kernels",), kernel="Humming"),
+    Case(L8, "w4a8-zeroquant", "vllm", "H100", "fallback", "Machete takes no 8-bit inputs", packages=("humming-kernels",)),
+    Case(L8, "w4a8-zeroquant", "vllm", CPU, "fallback", "CPU WNA16 takes no 8-bit inputs", kernel="CPU WNA16"),
+    Case("mixtral-8x7b", "w4a8-zeroquant", "vllm", "H100", "refusal", "no kernel for packed experts with 8-bit inputs"),
+    Case("mixtral-8x7b", "w4a8-zeroquant", "vllm", CPU, "refusal", "packed experts", features=("amx",)),
+    Case(L8, "w8a8-zeroquant", "vllm", CPU, "kernel", "", kernel="oneDNN INT8"),
+    # FP8 with stored input scales
+    Case(L8, "fp8-static", "vllm", "H100", "kernel", "", kernel="CUTLASS FP8"),
+    Case(L8, "fp8-static", "vllm", "RTX 3090", "fallback", "native from compute capability 8.9"),
+    Case(L8, "fp8-static", "vllm", CPU, "refusal", "no static_scaled_fp8_quant"),
     # 4-bit floats by family: sm_100 is not sm_120
     Case(L8, "nvfp4", "vllm", "H100", "kernel", "", kernel="Marlin NVFP4"),
     Case(L8, "nvfp4", "vllm", "B200", "kernel", "", kernel="FlashInfer NVFP4 weights"),
@@ -166,7 +178,8 @@ CASES = [
     Case(L8, "fp8-dynamic", "vllm", CPU, "fallback", "20 times slower than INT8"),
     Case(L8, "fp8-block", "vllm", CPU, "refusal", "processor feature amx"),
     Case(L8, "fp8-block", "vllm", CPU, "kernel", "", features=("amx",)),
-    Case(L8, "nvfp4", "vllm", CPU, "refusal", "no loader"),
+    Case(L8, "nvfp4", "vllm", CPU, "refusal", "no kernel for NVFP4 on CPUs"),
+    Case(L8, "nvfp4-w4a4", "vllm", CPU, "refusal", "no kernel for NVFP4 on CPUs"),
     Case(L8, "gguf-q4_k_m", "vllm", CPU, "refusal", "loads no GGUF on CPUs"),
     Case(L8, "nf4", "vllm", CPU, "refusal", "no loader"),
     # plugins

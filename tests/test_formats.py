@@ -47,6 +47,9 @@ CASES: list[tuple[str, Scheme, tuple[int, int]]] = [
     ),
     ("compressed-tensors", Scheme(Grid("int", 8, (1, 0)), TOKEN), (7, 33)),
     ("compressed-tensors", Scheme(Grid("int", 8, (0, 0)), TOKEN), (7, 33)),
+    ("compressed-tensors", Scheme(Grid("int", 4, (1, 32)), TOKEN), (5, 96)),
+    ("compressed-tensors", Scheme(Grid("int", 4, (1, 0)), TOKEN), (33, 37)),
+    ("compressed-tensors", Scheme(Grid("int", 8, (1, 16)), TOKEN), (40, 48)),
     ("compressed-tensors", Scheme(Grid("e4m3", 8, (0, 0))), (7, 33)),
     ("compressed-tensors", Scheme(Grid("e4m3", 8, (1, 0)), Activation(Grid("e4m3", 8, (1, 0)))), (7, 33)),
     ("compressed-tensors", Scheme(Grid("e4m3", 8, (128, 128)), Activation(Grid("e4m3", 8, (1, 128)))), (130, 384)),
@@ -347,6 +350,21 @@ def test_a_quantized_head_is_a_target_by_its_name() -> None:
     assert groups["group_0"]["targets"] == ["Linear", "lm_head"]
 
 
+def test_four_bit_codes_in_bytes_are_read_too() -> None:
+    """W4A8 in int-quantized, as other tools write it: one code a byte."""
+    form, scheme = FORMATS["compressed-tensors"], Scheme(Grid("int", 4, (1, 32)), TOKEN)
+    codes = torch.randint(-8, 8, (5, 96), dtype=torch.int8)
+    stored = {f"{MODULE}.weight": codes, f"{MODULE}.weight_scale": torch.rand(5, 3).bfloat16()}
+    settings = form.config({MODULE: scheme}, ())
+    settings["format"] = settings["config_groups"]["group_0"]["format"] = "int-quantized"
+    infos = [TensorInfo(name, STORED[value.dtype], tuple(value.shape), "f", 0, 0) for name, value in stored.items()]
+    assert form.schemes(settings, infos) == {MODULE: scheme}
+    assert form.shape(MODULE, stored, scheme) == (5, 96)
+    read = form.decode(MODULE, stored, scheme, settings)
+    assert torch.equal(read.codes, codes)
+    assert torch.equal(read.params.scale, stored[f"{MODULE}.weight_scale"])
+
+
 def test_three_bit_codes_with_gaps_are_read_too() -> None:
     from quantry.numerics.packing import pack_rows_spaced, unsigned
 
@@ -491,8 +509,10 @@ REFUSED: list[tuple[str, Scheme, str]] = [
     ("compressed-tensors", Scheme(Grid("int", 5, (1, 64))), "not 5 bit"),
     ("compressed-tensors", Scheme(Grid("int", 8, (1, 0))), "weight-only needs groups"),
     ("compressed-tensors", Scheme(Grid("int", 4, (0, 0))), "per channel or in groups, not int4 per tensor"),
-    ("compressed-tensors", Scheme(INT4, TOKEN), "symmetric int8 per channel or tensor, not int4 in groups of 64"),
-    ("compressed-tensors", Scheme(Grid("int", 8, (1, 64)), TOKEN), "not int8 in groups of 64"),
+    ("compressed-tensors", Scheme(INT4, Activation(Grid("int", 8, (0, 0)), dynamic=False)), "dynamic symmetric activations only"),
+    ("compressed-tensors", Scheme(INT4, Activation(Grid("int", 8, (1, 0), symmetric=False))), "dynamic symmetric activations only"),
+    ("compressed-tensors", Scheme(INT4, Activation(Grid("e4m3", 8, (1, 0)))), "int activations, not e4m3"),
+    ("compressed-tensors", Scheme(Grid("int", 4, (128, 128)), TOKEN), "per channel or in groups, not int4 in blocks"),
     ("compressed-tensors", Scheme(Grid("int", 8, (1, 0)), Activation(Grid("e4m3", 8, (1, 0)))), "int activations, not e4m3"),
     ("compressed-tensors", Scheme(Grid("int", 8, (1, 0)), replace(TOKEN, dynamic=False)), "static"),
     ("compressed-tensors", Scheme(Grid("e4m3", 8, (1, 64))), "not e4m3 in groups of 64"),

@@ -216,6 +216,20 @@ def test_the_factor_is_that_of_the_inverse(order: bool) -> None:
 # Rows
 
 
+@ORDERS
+@pytest.mark.parametrize("columns", [8, 96, 384])
+def test_the_factor_has_every_bit_of_one_that_is_not_made_in_place(columns: int, order: bool) -> None:
+    _, stats = problem(columns)
+    prepared = gptq.prepare(stats, 0.01, order)
+    hessian = stats.gram[prepared.factor.order][:, prepared.factor.order]
+    damped = hessian.flip((0, 1)).double()
+    damped.diagonal().add_(0.01 * float(hessian.diagonal().double().mean()))
+    inverse = torch.linalg.solve_triangular(
+        torch.linalg.cholesky(damped), torch.eye(columns, dtype=torch.float64), upper=False
+    )
+    assert torch.equal(prepared.factor.upper, inverse.flip((0, 1)).float())
+
+
 def test_rows_do_not_know_of_each_other() -> None:
     weight, stats = problem(160, rows=1100)  # several chunks, over threads
     prepared, grid = gptq.prepare(stats), GRIDS["int4 zero points"]

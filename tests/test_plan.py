@@ -64,7 +64,7 @@ def test_the_handbook_is_reproduced_or_overridden(case: dict[str, Any]) -> None:
     assert set(case.get("flags", ())) <= set(serve)
     assert any(case.get("warns", "") in warning for warning in ("", *found.options[0].warnings))
     for option in found.options:
-        assert not presets()[option.preset].missing  # a plan names what can be made today
+        assert option.preset in presets()
         assert option.memory["per_device"] <= option.memory["limit"]
 
 
@@ -134,11 +134,9 @@ def test_a_gguf_of_a_vision_model_is_no_first_choice() -> None:
     assert all(any("--mmproj" in warning or "tower" in warning for warning in one.warnings) for one in gguf)
 
 
-def test_calibrated_presets_are_named_only_in_a_warning() -> None:
-    """They are not built yet: when they are, the rule ends by itself."""
+def test_four_bits_are_calibrated() -> None:
     option = plan("llama-3.1-8b", gpu="RTX 3090").options[0]
-    built = presets()["w4a16-awq"].missing is None
-    assert built != any("w4a16-awq" in warning for warning in option.warnings)
+    assert presets()[option.preset].calibrated
 
 
 def test_replicas_share_the_load() -> None:
@@ -425,10 +423,9 @@ def test_tiers() -> None:
     assert {name: rules.tier(parse(name).device) for name in names} == names
 
 
-def test_all_presets_are_planned_left_out_or_not_built() -> None:
-    for one in presets().values():
-        if rules.left_out(one):
-            assert not one.missing or one.name.startswith(("w3", "w2"))
+def test_presets_are_left_out_with_a_reason() -> None:
+    assert "need no text" in (rules.left_out(presets()["fp8-static"]) or "")
+    assert rules.left_out(presets()["fp8-dynamic"]) is None
     with pytest.raises(UnknownNameError, match="did you mean medical"):
         rules.find_use("medicla")
 

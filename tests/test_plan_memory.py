@@ -358,10 +358,10 @@ def test_llamacpp_slides_only_where_it_knows_how() -> None:
 
 
 def test_demo_is_what_a_dry_run_says() -> None:
-    """The bytes of every preset that can be made, in every format of it."""
+    """The bytes of every preset, in every format of it."""
     checkpoint = open_checkpoint("demo")
     for preset in presets().values():
-        for form in preset.formats if not preset.missing else ():
+        for form in preset.formats:
             said = quantry.quantize("demo", "out", preset=preset.name, format=form, dry_run=True)
             assert memory.weights_bytes(checkpoint, Recipe(preset, form)) == said.bytes, (preset.name, form)
     assert memory.weights_bytes(checkpoint, None) == dissect(checkpoint).bytes

@@ -26,7 +26,7 @@ from test_cli import run
 BUILT = [  # GGUF is another container: tests/test_gguf.py
     (preset.name, form)
     for preset in presets().values()
-    if not preset.missing and not preset.calibrated  # those are in tests/test_calibrated.py
+    if not preset.calibrated  # those are in tests/test_calibrated.py
     for form in preset.formats
     if form != "gguf"
 ]
@@ -323,7 +323,6 @@ def test_odd_shapes(tmp_path: Path) -> None:
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown preset": ({"preset": "w4a61"}, "unknown preset 'w4a61'; did you mean w4a16"),
-    "not built": ({"preset": "w8a8-zeroquant"}, "needs the rounder zeroquant, which is not built yet"),
     "no preset": ({}, "0 of --preset, --recipe and --plan"),
     "two": ({"preset": "w4a16", "plan": "x"}, "2 of --preset, --recipe and --plan"),
     "unknown format": ({"preset": "w4a16", "format": "gtpq"}, "unknown format 'gtpq'; did you mean gptq"),

@@ -1,5 +1,6 @@
 """Reading a quantized checkpoint, ours or another tool's: its layers as QTensors, decoded from the bytes it holds."""
 
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,7 +11,9 @@ from quantry import registry
 from quantry.checkpoint.reader import local_folder, open_checkpoint
 from quantry.checkpoint.weights import MappedWeights
 from quantry.errors import CheckpointError
-from quantry.types import Checkpoint, QTensor, Scheme, TensorInfo
+from quantry.types import Checkpoint, Grid, QTensor, Scheme, TensorInfo
+
+CACHE = re.compile(r"\.[qkv]_(scale|zero_point)$")  # scales of the KV cache, and of queries where others write them
 
 
 class QuantizedModel:
@@ -28,6 +31,24 @@ class QuantizedModel:
         for tensor in self.checkpoint.tensors:
             module = _owner(tensor.name, self.schemes)
             (self.plain if module is None else self.parts[module]).append(tensor)
+
+    @property
+    def cache(self) -> Grid | None:
+        """How the KV cache is quantized, where the checkpoint has scales for it."""
+        grid: Grid | None = self.form.cache_grid(self.settings) if hasattr(self.form, "cache_grid") else None
+        return grid
+
+    @property
+    def cache_scales(self) -> list[TensorInfo]:
+        """The scales of the KV cache."""
+        return [tensor for tensor in self.plain if self.cache and CACHE.search(tensor.name)]
+
+    def input_scale(self, module: str) -> Tensor | None:
+        """The static scale of a module's input, if it has one."""
+        if not hasattr(self.form, "input_scale"):
+            return None
+        scale: Tensor | None = self.form.input_scale(module, self._stored(module), self.schemes[module])
+        return scale
 
     def read(self, module: str) -> QTensor:
         """The quantized weight of a module."""

@@ -62,7 +62,8 @@ def convert(
     division = _divide(model, form, PLAIN.get(to), fresh)
     recipe = Recipe(fresh or _as_it_was(model, to, form), to if form else CAST)
     planned = card.plan(str(source), out, recipe, dissect(model.checkpoint), division)
-    settings = form.config(division.assignment, division.kept) if form else None
+    cache = [model.cache] if model.cache and _keeps_cache(form) else []
+    settings = form.config(division.assignment, division.kept, *cache) if form else None
     converter = Converter(model, form, settings or {})
     if form and not fresh:
         converter.check_lossless(division)
@@ -89,6 +90,7 @@ class Converter:
         for piece in division.pieces:
             if isinstance(piece, Recode) and piece.scheme:
                 self._restored(self._model.read(piece.name), piece.name, piece.scheme)
+                self._input_scale(piece.name, piece.scheme)
 
     def make(self, piece: Piece) -> Iterator[tuple[str, Tensor]]:
         if isinstance(piece, Keep):
@@ -100,7 +102,7 @@ class Converter:
                 return
             assert self._form is not None
             made = self._rounded(read, piece) if piece.preset else self._restored(read, piece.name, piece.scheme)
-            stored = self._form.encode(piece.name, made)
+            stored = self._form.encode(piece.name, made, *self._input_scale(piece.name, piece.scheme))
             check_decodes(self._form.decode(piece.name, stored, piece.scheme, self._settings), made, piece.name)
             yield from stored.items()
 
@@ -116,6 +118,19 @@ class Converter:
             f"Rounded a second time: the relative error added to the weights is {mean:.4f} on average and "
             f"{self._errors[worst]:.4f} at most, in {worst}.",
         )
+
+    def _input_scale(self, module: str, scheme: Scheme) -> tuple[Tensor, ...]:
+        """The static scale of a layer's input, if it has one."""
+        if scheme.static is None:
+            return ()
+        read, grid = self._model.input_scale(module), scheme.weight
+        assert read is not None
+        scale = read.to(torch.float32 if grid.kind == "e2m1" else SCALE_DTYPES[grid.scale])
+        if not torch.equal(scale.float(), read.float()):
+            raise RecipeError(
+                f"{module} has an input scale that {grid.scale} cannot hold exactly", fix="quantize the original model"
+            )
+        return (scale,)
 
     def _restored(self, read: QTensor, module: str, scheme: Scheme) -> QTensor:
         """The same values with scales in the target's dtype and zero points where the target's grid has them."""
@@ -167,12 +182,17 @@ def _divide(model: QuantizedModel, form: ModuleType | None, plain: str | None, f
             piece = Recode(module, None, None, ((f"{module}.weight", STORED[dtype], shape),))
         else:
             target = _target_scheme(form, scheme, fresh, dtype)
-            entries = tuple((name, *kind) for name, kind in form.layout(module, shape, target.weight).items())
+            layout = form.layout(module, shape, target.weight, *([target.static] if target.static else []))
+            entries = tuple((name, *kind) for name, kind in layout.items())
             piece = Recode(module, target, fresh, entries)
             assignment[module] = target
         pieces.append(piece)
         fates.update(dict.fromkeys((tensor.name for tensor in model.parts[module]), "converted"))
+    scales = {tensor.name for tensor in model.cache_scales}
     for tensor in model.plain:
+        if tensor.name in scales and not _keeps_cache(form):
+            fates[tensor.name] = "dropped: this format holds no scales of a KV cache"
+            continue
         stored = STORED[dtype] if tensor.dtype == source_dtype else tensor.dtype
         fates[tensor.name] = "kept" if stored == tensor.dtype else f"cast: {tensor.dtype} to {stored}"
         pieces.append(Keep(tensor.name, tensor.name, (tensor.name, stored, tensor.shape)))
@@ -183,6 +203,11 @@ def _divide(model: QuantizedModel, form: ModuleType | None, plain: str | None, f
         key=lambda piece: order[piece.source] if isinstance(piece, Keep) else order[model.parts[piece.name][0].name]
     )
     return Division(dtype, tuple(pieces), fates, assignment, kept)
+
+
+def _keeps_cache(form: ModuleType | None) -> bool:
+    """Whether a format holds scales of a KV cache."""
+    return hasattr(form, "cache_layout")
 
 
 def _target_scheme(form: ModuleType, scheme: Scheme, fresh: Preset | None, dtype: str) -> Scheme:

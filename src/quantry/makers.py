@@ -5,22 +5,29 @@ they encode decodes to the same.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from quantry import registry
 from quantry.arch.linears import Linear
+from quantry.arch.parts import block_of
 from quantry.checkpoint.weights import DTYPES, NAMES, MappedWeights
 from quantry.checkpoint.workspace import Workspace
 from quantry.errors import OutputError, WeightError
 from quantry.formats import gguf
 from quantry.llamacpp.targets import Source
 from quantry.numerics.blocks import absmax
-from quantry.pieces import Assemble, Keep, Piece, Quantize
+from quantry.numerics.grids import dequantize
+from quantry.numerics.static import cache_scale, input_scale
+from quantry.pieces import Assemble, CacheScales, Keep, Piece, Quantize
 from quantry.types import Checkpoint, Grid, QTensor, Stats
+
+if TYPE_CHECKING:
+    from quantry.calibrate.statistics import Heads
 
 
 class Maker(Protocol):
@@ -45,8 +52,21 @@ class Inputs(Protocol):
     def tensor(self, name: str) -> Tensor | None:
         """A tensor of a block as a transform has left it; nothing where there is none."""
 
-    def resume(self, work: Workspace) -> None:
-        """Takes over what earlier runs of the job have found, and keeps the rest there."""
+    def heads(self, index: int) -> "Heads | None":
+        """The largest magnitudes that a block puts into the KV cache."""
+
+    @property
+    def sequential(self) -> bool:
+        """Whether a block is calibrated on what the quantized blocks before it give."""
+
+    def made(self, layer: Linear | Source, weight: Tensor) -> None:
+        """Takes note of a quantized layer, decoded, (out, in) as in the checkpoint; where the job is sequential."""
+
+    def resume(self, work: Workspace, remake: Callable[[int], None]) -> None:
+        """Takes over what earlier runs of the job have found, and keeps the rest there.
+
+        `remake` makes all layers of a block once more.
+        """
 
     def notes(self) -> tuple[str, ...]:
         """What a person should know of it."""
@@ -111,6 +131,7 @@ class Quantizer:
     ) -> None:
         self._reader, self._form, self._settings, self._inputs = reader, form, settings, inputs
         self._wholes: dict[str, Tensor] = {}
+        self._scales: dict[str, Tensor] = {}
 
     def make(self, piece: Piece) -> Iterator[tuple[str, Tensor]]:
         """The stored tensors of a piece, in the order of its entries."""
@@ -119,6 +140,8 @@ class Quantizer:
             yield piece.name, cast(self._reader.lasting(weight), DTYPES[piece.entry[1]], piece.name)
         elif isinstance(piece, Quantize):
             yield from self._quantize(piece)
+        elif isinstance(piece, CacheScales):
+            yield from self._cache_scales(piece)
 
     def release(self, piece: Piece) -> None:
         linears = piece.linears if isinstance(piece, Quantize) else ()
@@ -132,17 +155,54 @@ class Quantizer:
         assert piece.preset.fit is not None
         fit = registry.load("quantry.fits", piece.preset.fit).fit
         rounder = registry.load("quantry.rounders", piece.preset.rounder)
-        whole = self._whole(piece)
+        whole, inputs = self._whole(piece), self._input_scale(piece)
+        given = () if inputs is None else (inputs,)
         for linear in piece.linears:
             weight = self._reader.upload(self._linear(linear), linear.source)
             stats = self._inputs.stats(linear.module) if self._inputs and piece.preset.calibrated else None
             params = fit(weight, piece.grid, whole, stats)
             rounded: QTensor = rounder.round_weight(weight, piece.grid, params, _prepared(stats, rounder, self._inputs))
-            stored = self._form.encode(linear.module, rounded)
+            stored = self._form.encode(linear.module, rounded, *given)
             check_decodes(
                 self._form.decode(linear.module, stored, piece.scheme, self._settings), rounded, linear.module
             )
+            if self._inputs and self._inputs.sequential:
+                self._inputs.made(linear, dequantize(rounded))
             yield from stored.items()
+
+    def _input_scale(self, piece: Quantize) -> Tensor | None:
+        """The static scale of the inputs of all linears that engines fuse or stack with this piece."""
+        static, key = piece.preset.scheme.static, piece.sharers[0].module
+        if static is None:
+            return None
+        if key not in self._scales:
+            from quantry.calibrate.statistics import merge  # brings transformers along
+
+            assert self._inputs is not None
+            seen = [self._inputs.stats(linear.module) for linear in piece.sharers]
+            parts = {id(stats): stats for stats in seen if stats is not None}
+            stats = merge(parts.values()) if len(parts) > 1 else next(iter(parts.values()))
+            grid = replace(static.grid, scale=piece.grid.scale)
+            self._scales[key] = input_scale(stats, grid, piece.preset.input_scales)
+        return self._scales[key]
+
+    def _cache_scales(self, piece: CacheScales) -> Iterator[tuple[str, Tensor]]:
+        assert self._form is not None
+        assert self._inputs is not None
+        index = block_of(piece.source)
+        heads = None if index is None else self._inputs.heads(index)
+        if heads is None:
+            raise WeightError(f"{piece.name} has put nothing into the KV cache", fix="leave --kv out")
+        sides = [cache_scale(heads.keys, piece.grid), cache_scale(heads.values, piece.grid)]
+        for (name, tensor), entry in zip(
+            self._form.encode_cache(piece.name, *sides).items(), piece.entries, strict=True
+        ):
+            if tuple(tensor.shape) != entry[2]:
+                raise WeightError(
+                    f"{piece.name} has {tensor.shape[0]} key-value heads where the config says {entry[2][0]}",
+                    fix="use --kv fp8, which needs one scale for all of them",
+                )
+            yield name, tensor
 
     def _whole(self, piece: Quantize) -> Tensor | None:
         """The largest magnitude of all linears that share a scale with this piece, where a scale spans them."""
@@ -199,6 +259,8 @@ class BlockMaker:
                 stored = self._rounder.round_blocks(arranged, kind, _prepared(stats, self._rounder, self._inputs))
             else:
                 stored = _stored(arranged, kind, None if vectors is None else vectors[index], source.name)
+            if self._inputs and self._inputs.sequential and kind not in DTYPES:
+                self._inputs.made(source, gguf.restored(gguf.decode(stored, kind, weight.shape[1]), target))
             yield target.name, stored
 
     def release(self, piece: Piece) -> None:

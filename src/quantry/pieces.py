@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from types import ModuleType
 
+from quantry.arch.attention import text_config
 from quantry.arch.linears import FLOATS, Linear, linears
 from quantry.arch.parts import decoder_block, part_of
 from quantry.checkpoint.writer import Entry, nbytes
@@ -93,7 +94,17 @@ class Restore:
         return (self.entry,)
 
 
-Piece = Keep | Quantize | Recode | Assemble | Restore
+@dataclass(frozen=True, slots=True)
+class CacheScales:
+    """The scales of what an attention module puts into the KV cache."""
+
+    name: str  # of the module
+    source: str  # a tensor of it
+    grid: Grid
+    entries: tuple[Entry, ...]
+
+
+Piece = Keep | Quantize | Recode | Assemble | Restore | CacheScales
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +147,8 @@ def divide(checkpoint: Checkpoint, recipe: Recipe, blocks: int, form: ModuleType
             continue
         fates[tensor.name], piece = _keep(tensor, checkpoint, blocks, source_dtype, dtype)
         pieces += [piece] if piece else []
+    if recipe.cache and form:
+        pieces += _cache_scales(checkpoint, found, form, replace(recipe.cache, scale=dtype))  # type: ignore[arg-type]
     quantized = {linear.module: piece.scheme for piece in chosen.values() for linear in piece.linears}
     return Division(dtype, tuple(pieces), fates, quantized, _kept_modules(checkpoint, found, quantized))
 
@@ -175,13 +188,14 @@ def _choose(
         if preset is None or form is None:
             continue
         grid = form.stored_grid(preset.scheme.weight, dtype)
+        static = [preset.scheme.static] if preset.scheme.static else []
         try:
             for linear in group:
                 _check_shape(linear, grid, found)
             entries = [
                 (stored, *kind)
                 for linear in group
-                for stored, kind in form.layout(linear.module, linear.shape, grid).items()
+                for stored, kind in form.layout(linear.module, linear.shape, grid, *static).items()
             ]
         except QuantryError:
             if not keep_odd:
@@ -195,6 +209,28 @@ def _choose(
         name: replace(piece, sharers=tuple(together[piece.linears[0].shared, piece.grid]))
         for name, piece in chosen.items()
     }
+
+
+def _cache_scales(checkpoint: Checkpoint, found: Sequence[Linear], form: ModuleType, grid: Grid) -> list[CacheScales]:
+    """The scales of each attention module that keeps keys and values."""
+    heads = text_config(checkpoint.config).get("num_key_value_heads")
+    heads = text_config(checkpoint.config).get("num_attention_heads") if heads is None else heads
+    modules = form.cache_modules(linear.module for linear in found)
+    if not modules or type(heads) is not int:
+        raise RecipeError(
+            f"{checkpoint.source} keeps no keys and values by head, so engines read no scales for its cache",
+            fix="leave --kv out",
+        )
+    sources = {linear.module.rpartition(".")[0]: linear.source for linear in found}
+    return [
+        CacheScales(
+            module,
+            sources[module],
+            grid,
+            tuple((name, *kind) for name, kind in form.cache_layout(module, heads, grid).items()),
+        )
+        for module in modules
+    ]
 
 
 def _check_shape(linear: Linear, grid: Grid, found: Sequence[Linear]) -> None:
@@ -244,7 +280,7 @@ def _kept_modules(checkpoint: Checkpoint, found: Sequence[Linear], quantized: Ma
 
 def by_block(division: Division, blocks: int) -> Division:
     """The pieces block after block, between those that the checkpoint has before and after all blocks."""
-    places = [_block(piece, blocks) for piece in division.pieces]
+    places = [block_of(piece, blocks) for piece in division.pieces]
     first = next((number for number, place in enumerate(places) if place is not None), 0)
 
     def key(number: int) -> int:
@@ -255,10 +291,13 @@ def by_block(division: Division, blocks: int) -> Division:
     return replace(division, pieces=tuple(division.pieces[number] for number in ordered))
 
 
-def _block(piece: Piece, blocks: int) -> int | None:
-    """The block that a piece belongs to."""
-    name = piece.source if isinstance(piece, Keep) else piece.linears[0].source if isinstance(piece, Quantize) else ""
-    return decoder_block(name, blocks)
+def block_of(piece: Piece, blocks: int) -> int | None:
+    """The block that a piece of a quantized model belongs to."""
+    if isinstance(piece, Keep | CacheScales):
+        return decoder_block(piece.source, blocks)
+    if isinstance(piece, Assemble):
+        return decoder_block(piece.target.sources[0].name, blocks) if piece.target.sources else None
+    return decoder_block(piece.linears[0].source, blocks) if isinstance(piece, Quantize) else None
 
 
 def shards(pieces: Sequence[Piece], limit: int) -> list[list[Piece]]:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -28,13 +29,14 @@ from quantry.llamacpp import importance
 from quantry.llamacpp.families import notes
 from quantry.llamacpp.targets import Target
 from quantry.makers import BlockMaker, Inputs, Maker, Quantizer, Reader
-from quantry.pieces import Assemble, Division, Piece, by_block, divide, shards
+from quantry.pieces import Assemble, Division, Piece, block_of, by_block, divide, shards
 from quantry.recipe import AUTO, CAST, Recipe, from_options
 from quantry.types import Anatomy, Artefact, Checkpoint
 
 if TYPE_CHECKING:
     from quantry.calibrated import Calibrated
 
+SEQUENTIAL = False  # whether blocks are calibrated one after the other's quantization where nothing is said
 CALIBRATED = "leave it out, use a calibrated preset, or --rounder gptq"
 Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, the piece in hand
 
@@ -50,9 +52,13 @@ def quantize(
     group: int | None = None,
     rounder: str | None = None,
     imatrix: str | Path | None = None,
+    input_scales: str | None = None,
+    kv: str | None = None,
     data: str | Path | None = None,
     samples: int | None = None,
     length: int | None = None,
+    sequential: bool | None = None,
+    low_memory: bool = False,
     keep_odd: bool = False,
     dry_run: bool = False,
     device: str = "cpu",
@@ -64,8 +70,11 @@ def quantize(
 
     Presets that are calibrated read `samples` windows of `length` tokens of `data` (128 of 2048, and a text that comes
     with the package). `imatrix` is a file of importance vectors, or "auto": then they are computed from the same text.
+    With `sequential` each block is calibrated on what the quantized blocks before it give, instead of the 16-bit ones;
+    `low_memory` keeps less of the calibration on a GPU, which takes longer. `kv` is what the KV cache is served in:
+    for fp8 and fp8-head scales are stored, one a layer or one a head; int8 finds its own.
     """
-    steps = from_options(preset, _path(recipe), _path(plan), format, group, rounder)
+    steps = from_options(preset, _path(recipe), _path(plan), format, group, rounder, input_scales, kv)
     out = Path(output).expanduser()
     check_target(out)
     if out.suffix == ".gguf":
@@ -78,20 +87,21 @@ def quantize(
     anatomy = _sixteen_bit(checkpoint)
     weights = _importance(imatrix, steps)
     steps = replace(steps, imatrix=weights.sha256 if weights else AUTO if str(imatrix) == AUTO else None)
+    steps = _in_sequence(steps, sequential)
     if steps.format == GGUF:
         order = _gguf(checkpoint, steps, weights)
     else:
         order = _layers(checkpoint, steps, anatomy.blocks, keep_odd, str(model))
-    options = {"data": data, "samples": samples, "length": length}
+    options = {"data": data, "samples": samples, "length": length, "low_memory": low_memory or None}
     calibrated = _calibrated(checkpoint, steps, anatomy, order.division, compute, options)
     if calibrated:
         steps = replace(steps, calibration=calibrated.record)
         order = order._replace(division=calibrated.marked(order.division))
     planned = card.plan(str(model), out, steps, anatomy, order.division)
-    planned = replace(planned, notes=calibrated.notes if calibrated else ())
+    planned = replace(planned, notes=(*(calibrated.notes if calibrated else ()), *_cache_notes(steps)))
     if announce:
         announce(planned)
-    check_room(out, order.division.bytes)
+    check_room(out, order.division.bytes + (calibrated.kept_bytes if calibrated else 0))
     if dry_run:
         return planned
     folder = local_folder(model)  # everything that can be refused has been, before a model is downloaded
@@ -106,7 +116,7 @@ def quantize(
         order = _gguf(checkpoint, steps, weights, file)
     container = order.container(folder)
     size = shard_bytes or container.shard_bytes
-    job = Job(checkpoint, folder, steps, order.division, planned, container, size, compute.type, inputs)
+    job = Job(checkpoint, folder, steps, order.division, planned, container, size, compute.type, inputs, anatomy.blocks)
     return write(job, order.maker(reader, inputs), walking.bytes if progress else None)
 
 
@@ -144,6 +154,7 @@ class Job:
     shard_bytes: int
     device: str = "cpu"  # sums are not added up in the same order on every device
     inputs: Inputs | None = None
+    blocks: int = 0  # of the model
 
 
 def write(job: Job, maker: Maker, progress: Progress | None) -> Artefact:
@@ -152,7 +163,7 @@ def write(job: Job, maker: Maker, progress: Progress | None) -> Artefact:
     cut = shards(job.division.pieces, job.shard_bytes)
     with workspace(out, _identity(job)) as work:
         if job.inputs:
-            job.inputs.resume(work)
+            job.inputs.resume(work, partial(_remake, job, maker))
         files = _write_shards(work, job, cut, maker, progress)
         for name, data in job.container.companions([_entries(pieces) for pieces in cut]):
             work.write(name, data)
@@ -170,7 +181,8 @@ def _layers(checkpoint: Checkpoint, steps: Recipe, blocks: int, keep_odd: bool, 
         raise RecipeError(
             f"no layer of {model} would be quantized", fix="loosen the recipe's rules or leave --keep-odd out"
         )
-    settings = form.config(division.assignment, division.kept) if form else None
+    cache = [replace(steps.cache, scale=division.dtype)] if steps.cache else []  # type: ignore[arg-type]
+    settings = form.config(division.assignment, division.kept, *cache) if form else None
     return Order(
         by_block(division, blocks) if steps.calibrated else division,
         lambda folder: SafetensorsFolder(small_files(folder), checkpoint.config, division.dtype, settings),
@@ -210,11 +222,46 @@ def _calibrated(
     if steps.calibrated:
         from quantry.calibrated import begin  # brings transformers along
 
-        return begin(checkpoint, steps, anatomy, division, device, **options)
+        return begin(
+            checkpoint, steps, anatomy, division, device, **{**options, "low_memory": bool(options["low_memory"])}
+        )
     unused = next((name for name, value in options.items() if value is not None), None)
     if unused:
-        raise RecipeError(f"--{unused} has no use: {steps.preset.name} is not calibrated", fix=CALIBRATED)
+        raise RecipeError(
+            f"--{unused.replace('_', '-')} has no use: {steps.preset.name} is not calibrated", fix=CALIBRATED
+        )
     return None
+
+
+def _in_sequence(steps: Recipe, sequential: bool | None) -> Recipe:
+    """The recipe, calibrated block after quantized block if that is wanted."""
+    reasons = {
+        f"{steps.preset.name} is not calibrated": not steps.calibrated,
+        "--imatrix auto is computed before the first block is quantized": steps.imatrix == AUTO,
+        f"{steps.preset.name} trains each block on what the 16-bit ones give": steps.distilled,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if sequential and reason:
+        raise RecipeError(f"--sequential has no use: {reason}", fix="leave it out")
+    return replace(steps, sequential=SEQUENTIAL and reason is None if sequential is None else sequential)
+
+
+def _cache_notes(steps: Recipe) -> tuple[str, ...]:
+    """How an engine is told what the KV cache is in."""
+    if steps.kv is None:
+        return ()
+    if steps.format == GGUF:
+        return ("Serve it with llama.cpp's --flash-attn on --cache-type-k q8_0 --cache-type-v q8_0.",)
+    word = "fp8" if steps.cache else "int8_per_token_head"
+    return (f"Serve it with vLLM's --kv-cache-dtype {word}.",)
+
+
+def _remake(job: Job, maker: Maker, block: int) -> None:
+    """Makes the layers of a block that an earlier run has written already; what comes of it is on the disk."""
+    for piece in job.division.pieces:
+        if block_of(piece, job.blocks) == block:
+            for _ in maker.make(piece):
+                pass
 
 
 class _Walking:

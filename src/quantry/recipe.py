@@ -6,6 +6,8 @@ A recipe file is TOML: what the command line says, and rules for layers by name,
     format = "compressed-tensors"
     group = 64
     rounder = "gptq"            # for all layers, instead of the presets' own
+    input_scales = "mse"        # how static scales of inputs are found, instead of the presets' own way
+    kv = "fp8"                  # what the KV cache is to be served in
 
     [[rules]]
     match = "*.layers.0.*"      # shell pattern on the layer's name
@@ -34,12 +36,17 @@ from quantry import registry
 from quantry.errors import RecipeError, UnknownNameError
 from quantry.types import Activation, Grid, Scheme
 
+KV: Mapping[str, Grid | None] = {  # what a KV cache can be served in: the grid of its scales, where some are stored
+    "fp8": Grid("e4m3", 8, (0, 0)),
+    "fp8-head": Grid("e4m3", 8, (1, 0)),
+    "int8": None,
+}
+COUNTS = frozenset({"percentile", "mse"})  # ways to find static scales that need to know how large inputs are how often
 CAST = "safetensors"  # the format of 16-bit presets: nothing is encoded
 AUTO = "auto"  # importance vectors that are computed, not read
 STATISTICS = frozenset({"clip", "gptq"})  # fits and rounders that need to know the inputs of a layer
 NEAREST = "leave --rounder out, or use nearest"
 UNORDERED = frozenset({"nf4", "fp4", "bf16", "f16"})  # grids without the even steps that gptq rounds onto
-ROOMS = {"transform": "quantry.transforms", "fit": "quantry.fits", "rounder": "quantry.rounders"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +60,15 @@ class Preset:
     transform: str | None = None
     fit: str | None = "absmax"  # None: block types of ggml are searched as ggml does, scales and codes at once
     rounder: str = "nearest"
+    input_scales: str = "minmax"  # how static scales of inputs are found
+    distilled: bool = False  # whether each block is trained against its 16-bit output before it is rounded
     file_type: str | None = None  # of GGUF: a mixture of block types
 
     @property
     def calibrated(self) -> bool:
         """Whether it is made from what the layers are given on some text."""
-        return self.transform is not None or not STATISTICS.isdisjoint((self.fit, self.rounder))
-
-    @property
-    def missing(self) -> str | None:
-        """The part of this preset that is not built yet, or None."""
-        for role, room in ROOMS.items():
-            name = getattr(self, role)
-            if name is not None and name not in _available(room):
-                return f"{role} {name}"
-        return None
+        known = self.transform is not None or not STATISTICS.isdisjoint((self.fit, self.rounder))
+        return known or self.scheme.static is not None or self.distilled
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,8 @@ class Recipe:
     rules: tuple[Rule, ...] = ()
     imatrix: str | None = None  # SHA-256 of the file of importance vectors, or AUTO before they are computed
     calibration: Calibration | None = None
+    kv: str | None = None  # a name of KV
+    sequential: bool = False  # whether a block is calibrated on what the quantized blocks before it give
 
     def preset_for(self, module: str) -> Preset | None:
         """The preset of the layer `module`; None leaves it in 16 bit."""
@@ -116,7 +119,22 @@ class Recipe:
     @property
     def calibrated(self) -> bool:
         """Whether the job needs to know what the layers are given on some text."""
-        return self.imatrix == AUTO or any(one.calibrated for one in self.presets)
+        return self.imatrix == AUTO or self.cache is not None or any(one.calibrated for one in self.presets)
+
+    @property
+    def distilled(self) -> bool:
+        """Whether blocks are trained before they are rounded."""
+        return any(one.distilled for one in self.presets)
+
+    @property
+    def histogram(self) -> bool:
+        """Whether calibration has to count how large inputs are."""
+        return any(one.scheme.static and one.input_scales in COUNTS for one in self.presets)
+
+    @property
+    def cache(self) -> Grid | None:
+        """The grid of the KV cache, where scales for it are stored."""
+        return KV[self.kv] if self.kv else None
 
     @property
     def transform(self) -> str | None:
@@ -124,8 +142,9 @@ class Recipe:
         return next((one.transform for one in self.presets if one.transform), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Without a calibration that there was not."""
-        return {key: value for key, value in asdict(self).items() if key != "calibration" or value is not None}
+        """Without a calibration that there was not, and what goes with one."""
+        optional = ("calibration", "kv", "sequential")
+        return {key: value for key, value in asdict(self).items() if key not in optional or value}
 
 
 def presets() -> dict[str, Preset]:
@@ -139,11 +158,6 @@ def preset(name: str, group: int | None = None) -> Preset:
     if name not in known:
         raise UnknownNameError(f"unknown preset {name!r}", fix=registry.suggest(name, tuple(known)))
     chosen = known[name]
-    if chosen.missing:
-        built = ", ".join(other.name for other in known.values() if not other.missing)
-        raise RecipeError(
-            f"preset {name} needs the {chosen.missing}, which is not built yet", fix=f"choose one of {built}"
-        )
     return chosen if group is None else _regroup(chosen, group)
 
 
@@ -154,6 +168,8 @@ def from_options(
     format_name: str | None,
     group: int | None,
     rounder: str | None = None,
+    input_scales: str | None = None,
+    kv: str | None = None,
 ) -> Recipe:
     """The recipe that the options of `quantry quantize` describe: exactly one of preset, recipe file and plan."""
     given = [option for option in (preset_name, recipe_file, plan_file) if option is not None]
@@ -165,7 +181,9 @@ def from_options(
         settings = _from_plan(_read(plan_file, json.loads), plan_file)
     else:
         settings = {"preset": preset_name}
-    overrides = {"format": format_name, "group": group, "rounder": rounder}
+    overrides = {
+        "format": format_name, "group": group, "rounder": rounder, "input_scales": input_scales, "kv": kv,
+    }  # fmt: skip
     return _build({**settings, **{key: value for key, value in overrides.items() if value is not None}})
 
 
@@ -177,8 +195,8 @@ def from_card(content: Mapping[str, Any]) -> Recipe:
         | ({"type": rule["type"]} if rule["type"] else _named(rule["preset"]) if rule["preset"] else {"keep": True})
         for rule in told["rules"]
     ]
-    main = {**_named(told["preset"]), **_told_rounder(told["preset"])}
-    return _build({**main, "format": told["format"], "rules": rules})
+    main = {**_named(told["preset"]), **_told_ways(told["preset"])}
+    return _build({**main, "format": told["format"], "rules": rules, "kv": told.get("kv")})
 
 
 def _named(told: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,14 +206,15 @@ def _named(told: Mapping[str, Any]) -> dict[str, Any]:
     return {"preset": told["name"]} | ({"group": group[1]} if known and group != known.scheme.weight.block else {})
 
 
-def _told_rounder(told: Mapping[str, Any]) -> dict[str, Any]:
-    """The rounder where it is another than the preset's own."""
+def _told_ways(told: Mapping[str, Any]) -> dict[str, Any]:
+    """The rounder and the way to static scales, where they are others than the preset's own."""
     known = _presets().get(told["name"])
-    return {"rounder": told["rounder"]} if known and told["rounder"] != known.rounder else {}
+    ways = ("rounder", "input_scales")
+    return {way: told[way] for way in ways if known and way in told and told[way] != getattr(known, way)}
 
 
 def _build(settings: Mapping[str, Any]) -> Recipe:
-    _only(settings, {"preset", "format", "group", "rounder", "rules"}, "recipe")
+    _only(settings, {"preset", "format", "group", "rounder", "input_scales", "kv", "rules"}, "recipe")
     main = preset(_text(settings, "preset"), settings.get("group"))
     rules = settings.get("rules", [])
     if not isinstance(rules, list):
@@ -203,22 +222,43 @@ def _build(settings: Mapping[str, Any]) -> Recipe:
     recipe = Recipe(main, settings.get("format") or main.formats[0], tuple(_rule(rule) for rule in rules))
     if settings.get("rounder") is not None:
         recipe = _rounded_by(recipe, _text(settings, "rounder"))
+    if settings.get("input_scales") is not None:
+        recipe = _scaled_by(recipe, _text(settings, "input_scales"))
+    if settings.get("kv") is not None:
+        recipe = replace(recipe, kv=_text(settings, "kv"))
     _check_transforms(recipe)
-    return _fitting_format(recipe)
+    return _fitting_cache(_fitting_format(recipe))
 
 
 def _rounded_by(recipe: Recipe, rounder: str) -> Recipe:
     """The recipe with another rounder for all its presets."""
-    known = _available(ROOMS["rounder"])
+    known = registry.choices("quantry.rounders")
     if rounder not in known:
         raise UnknownNameError(f"unknown rounder {rounder!r}", fix=registry.suggest(rounder, known))
     for one in recipe.presets:
         if rounder != "nearest" and one.scheme.weight.kind in UNORDERED:
             raise RecipeError(f"{rounder} cannot round onto the {one.scheme.weight.kind} of {one.name}", fix=NEAREST)
-    rules = tuple(
-        replace(rule, preset=replace(rule.preset, rounder=rounder)) if rule.preset else rule for rule in recipe.rules
-    )
-    return replace(recipe, preset=replace(recipe.preset, rounder=rounder), rules=rules)
+    return _changed(recipe, {"rounder": rounder})
+
+
+def _scaled_by(recipe: Recipe, way: str) -> Recipe:
+    """The recipe with another way to find the static scales of inputs."""
+    if way not in ("minmax", *sorted(COUNTS)):
+        raise UnknownNameError(
+            f"unknown way {way!r} to find input scales", fix=registry.suggest(way, ("minmax", *sorted(COUNTS)))
+        )
+    if not any(one.scheme.static for one in recipe.presets):
+        raise RecipeError(
+            f"--input-scales has no use: {recipe.preset.name} stores no scales of inputs",
+            fix="leave it out, or use fp8-static or w8a8-static",
+        )
+    return _changed(recipe, {"input_scales": way})
+
+
+def _changed(recipe: Recipe, what: Mapping[str, Any]) -> Recipe:
+    """The recipe with all its presets changed."""
+    rules = tuple(replace(rule, preset=replace(rule.preset, **what)) if rule.preset else rule for rule in recipe.rules)
+    return replace(recipe, preset=replace(recipe.preset, **what), rules=rules)
 
 
 def _check_transforms(recipe: Recipe) -> None:
@@ -226,6 +266,17 @@ def _check_transforms(recipe: Recipe) -> None:
     ways = sorted({one.transform for one in recipe.presets if one.transform})
     if len(ways) > 1:
         raise RecipeError(f"the recipe transforms in {len(ways)} ways, {' and '.join(ways)}", fix="use one of them")
+    if ways and recipe.histogram:
+        raise RecipeError(
+            f"{ways[0]} scales the inputs, so that the counts that percentile and mse need are not theirs any more",
+            fix="use --input-scales minmax",
+        )
+    counted = next((one for one in recipe.presets if one.scheme.static and one.scheme.weight.kind == "e2m1"), None)
+    if counted and counted.input_scales == "mse":
+        raise RecipeError(
+            f"mse cannot choose the input scale of {counted.name}, whose groups have scales of their own",
+            fix="use --input-scales minmax or percentile",
+        )
 
 
 def _rule(settings: Any) -> Rule:
@@ -256,6 +307,19 @@ def _fitting_format(recipe: Recipe) -> Recipe:
                 f"format {recipe.format} cannot hold preset {one.name}: {reason}",
                 fix=f"{one.name} fits {' or '.join(one.formats)}",
             )
+    return recipe
+
+
+def _fitting_cache(recipe: Recipe) -> Recipe:
+    """The recipe, if its format can hold what its KV cache needs."""
+    if recipe.kv is not None and recipe.kv not in KV:
+        raise UnknownNameError(f"unknown KV cache {recipe.kv!r}", fix=registry.suggest(recipe.kv, tuple(KV)))
+    form = None if recipe.format == CAST else registry.load("quantry.formats", recipe.format)
+    if recipe.cache and not hasattr(form, "cache_layout"):
+        raise RecipeError(
+            f"format {recipe.format} has no place for the scales of an FP8 KV cache",
+            fix="use --format compressed-tensors, or --kv int8, which needs none",
+        )
     return recipe
 
 
@@ -304,14 +368,6 @@ def _activation(row: Mapping[str, Any]) -> Activation:
 
 def _grid(row: Mapping[str, Any]) -> Grid:
     return Grid(**{**row, "block": tuple(row.get("block", (1, 0)))})
-
-
-@cache
-def _available(room: str) -> tuple[str, ...]:
-    try:
-        return registry.choices(room)
-    except ModuleNotFoundError:
-        return ()
 
 
 def _read(path: Path, parse: Any) -> Mapping[str, Any]:

@@ -152,6 +152,11 @@ class Scheme:
     weight: Grid
     activation: Activation | None = None
 
+    @property
+    def static(self) -> Activation | None:
+        """How its input is quantized, where that is with a scale that is stored."""
+        return None if self.activation is None or self.activation.dynamic else self.activation
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Nested:

@@ -43,6 +43,7 @@ from quantry.types import Activation
 
 Progress = Callable[[int, int, str], None]  # blocks done, blocks in all, the block in hand
 Seen = Callable[[str, int | None, Tensor], Tensor | None]
+Place = tuple[str, int | None]  # a linear layer as LinearInputs names it: a parameter, and the number in a stack
 
 UNUSED = frozenset({"vision tower", "audio tower", "projector"})  # parts that text does not go through
 NUMBER = re.compile(r"\.(\d+)(?=\.)")
@@ -127,9 +128,9 @@ class LinearInputs(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _places(module: nn.Module, prefix: str) -> dict[int, tuple[str, int | None]]:
+def _places(module: nn.Module, prefix: str) -> dict[int, Place]:
     """Where each matrix of a module lies: the name of its parameter and, in a stack, its number."""
-    found: dict[int, tuple[str, int | None]] = {}
+    found: dict[int, Place] = {}
     for name, weight in module.named_parameters(prefix=prefix):
         name = name.removesuffix(".weight")
         if weight.is_meta or weight.ndim not in (2, 3):
@@ -166,28 +167,40 @@ class Block:
     def __init__(self, walk: "Walk", index: int, name: str, module: nn.Module) -> None:
         self.index, self.name, self.module = index, name, module
         self.advanced = False
-        self._walk = walk
+        self.skeleton = walk.skeleton
+        self._walk, self._activations = walk, walk.skeleton.activations
 
     @property
     def sources(self) -> dict[str, tuple[str, ...]]:
         """The tensors of the checkpoint that the block is made of, and the model's parameters that each goes into."""
-        return {name: made for name, made in self._walk.skeleton.makes.items() if made[0].startswith(f"{self.name}.")}
+        return {name: made for name, made in self.skeleton.makes.items() if made[0].startswith(f"{self.name}.")}
+
+    def replace(self, tensors: Mapping[str, Tensor], activations: Mapping[Place, Activation] | None = None) -> None:
+        """Puts other tensors in place of the checkpoint's, by their names there.
+
+        With `activations` the block sees the inputs of its linear layers as an engine that quantizes them does.
+        """
+        skeleton = self.skeleton
+        skeleton.load({key for name in tensors for key in skeleton.makes[name]}, tensors)
+        self._activations = skeleton.activations if activations is None else dict(activations)
 
     def outputs(self) -> Iterator[Tensor]:
         """What the block makes of the present hidden states, (windows, tokens, channels) for each batch."""
-        quantized_inputs = self._walk.skeleton.quantized_inputs(self.module, self.name)
+        quantized_inputs = self.skeleton.quantized_inputs(self.module, self.name, self._activations)
         for batch in self._walk.batches:
             yield self._output(batch, quantized_inputs)
 
     def advance(self) -> None:
         """Hands the hidden states on to the next block."""
+        self._walk.reached = None
         for batch, output in zip(self._walk.batches, self.outputs(), strict=True):
             self._walk.keep(batch, output)
         self.advanced = True
+        self._walk.reached = self.index + 1
 
     @torch.no_grad()
     def _output(self, batch: _Batch, quantized_inputs: AbstractContextManager[Any]) -> Tensor:
-        call, skeleton = batch.calls[self.index], self._walk.skeleton
+        call, skeleton = batch.calls[self.index], self.skeleton
         with quantized_inputs:
             given = self.module(batch.hidden.to(skeleton.device), *call.args, **call.kwargs)
         output: Tensor = given[0] if isinstance(given, tuple) else given
@@ -198,9 +211,10 @@ class Block:
 class Walk:
     """One way through a model with some windows: first all `blocks`, then `logits`.
 
-    Hidden states stay on a GPU that has four times the room for them. Elsewhere, those of more than `memory` bytes lie
-    in a file in the folder `scratch`, of which the system keeps in memory what there is room for; the file has no name
-    and goes away with the walk.
+    Hidden states stay on a GPU that has four times the room for them, unless the walk is to be `sparing`. Elsewhere,
+    those of more than `memory` bytes lie in a file in the folder `scratch`, of which the system keeps in memory what
+    there is room for; the file has no name and goes away with the walk. `reached` is the block that all hidden states
+    have come to, or nothing while they are between two.
     """
 
     def __init__(
@@ -212,25 +226,34 @@ class Walk:
         batch: int = 4,
         memory: int | None = None,
         scratch: Path | None = None,
+        sparing: bool = False,
     ) -> None:
         self.skeleton = _Skeleton(source, torch.device(device), dtype)
         self.batches: list[_Batch] = []
+        self.reached: int | None = None
         self._size, self._memory, self._scratch, self._home = batch, memory, scratch, CPU
+        self._sparing = sparing
 
     @property
     def count(self) -> int:
         """The number of blocks."""
         return len(self.skeleton.layers)
 
-    def blocks(self, windows: Sequence[Sequence[int]]) -> Iterator[Block]:
-        """Each block with its weights, which are freed when the next is asked for."""
+    def blocks(
+        self, windows: Sequence[Sequence[int]], start: int = 0, hidden: Sequence[Tensor] | None = None
+    ) -> Iterator[Block]:
+        """Each block with its weights, which are freed when the next is asked for.
+
+        A walk may begin at a later block, with the `hidden` states (tokens, channels) of each window that come to it.
+        """
         self.batches = _batches(windows, self._size, self.skeleton.rows)
-        self._embed()
-        for index, layer in enumerate(self.skeleton.layers):
+        self._embed(hidden)
+        self.reached = start
+        for index in range(start, self.count):
             name = f"{self.skeleton.stack}.{index}"
             keys = self.skeleton.inside(name)
             self.skeleton.load(keys)
-            block = Block(self, index, name, layer)
+            block = Block(self, index, name, self.skeleton.layers[index])
             try:
                 yield block
                 if not block.advanced:
@@ -253,6 +276,11 @@ class Walk:
         finally:
             self.skeleton.free(keys)
 
+    def hidden(self) -> list[Tensor]:
+        """The hidden states (tokens, channels) of each window, in the order of the windows."""
+        rows = {window: batch.hidden[row] for batch in self.batches for row, window in enumerate(batch.windows)}
+        return [rows[window] for window in sorted(rows)]
+
     def keep(self, batch: _Batch, hidden: Tensor) -> None:
         """Puts the hidden states of a batch where they stay until they are used."""
         if batch.spilled:
@@ -264,7 +292,8 @@ class Walk:
         """Decides where hidden states stay; if they are too large for memory, gives every batch its place in a file."""
         channels, tokens = first.shape[-1], sum(batch.tokens.numel() for batch in self.batches)
         size, device = tokens * channels * first.element_size(), self.skeleton.device
-        self._home = device if device.type == "cuda" and 4 * size <= torch.cuda.mem_get_info(device)[0] else CPU
+        roomy = device.type == "cuda" and not self._sparing and 4 * size <= torch.cuda.mem_get_info(device)[0]
+        self._home = device if roomy else CPU
         if self._memory is None or size <= self._memory or self._home != CPU:
             return
         room, start = _mapped(tokens * channels, first.dtype, self._scratch).view(tokens, channels), 0
@@ -273,8 +302,8 @@ class Walk:
             batch.hidden, batch.spilled = part.view(*batch.tokens.shape, channels), True
             start += batch.tokens.numel()
 
-    def _embed(self) -> None:
-        """The hidden states before the first block, and what each block will be given with them."""
+    def _embed(self, later: Sequence[Tensor] | None) -> None:
+        """The hidden states before the first block or `later` ones, and what each block will be given with them."""
         keys = self.skeleton.outside - self.skeleton.head
         self.skeleton.load(keys)
         known: dict[tuple[int, ...], tuple[_Call, ...]] = {}
@@ -282,7 +311,7 @@ class Walk:
             hidden, calls = self.skeleton.head_start(batch.tokens)
             if not known:
                 self._settle(hidden)
-            self.keep(batch, hidden)
+            self.keep(batch, hidden if later is None else torch.stack([later[window] for window in batch.windows]))
             shape = tuple(batch.tokens.shape)
             batch.calls = known[shape] if shape in known and _same(known[shape], calls) else calls
             known.setdefault(shape, batch.calls)
@@ -318,8 +347,8 @@ class _Skeleton:
         """The weights of a module."""
         return frozenset(key for key in self.keys if key.startswith(f"{module}."))
 
-    def load(self, keys: Iterable[str]) -> None:
-        """Puts weights of the model in place."""
+    def load(self, keys: Iterable[str], instead: Mapping[str, Tensor] | None = None) -> None:
+        """Puts weights of the model in place; tensors that are given `instead` are not read from the source."""
         wanted = {self._tied.get(key, key) for key in keys}
         names = [name for name, made in self.makes.items() if wanted.intersection(made)]
         settings = LoadStateDictConfig(
@@ -330,7 +359,7 @@ class _Skeleton:
         )
         with _quiet():
             found, _ = convert_and_load_state_dict_in_model(
-                self.model, {name: _Lazy(self.source, name) for name in names}, settings
+                self.model, {name: _Lazy(self.source, name, instead or {}) for name in names}, settings
             )
         for key, shape, expected in found.mismatched_keys:
             raise CheckpointError(
@@ -389,17 +418,20 @@ class _Skeleton:
         _check_finite(logits, "the head", self.dtype)
         return logits.float()
 
-    def quantized_inputs(self, module: nn.Module, prefix: str) -> AbstractContextManager[Any]:
+    def quantized_inputs(
+        self, module: nn.Module, prefix: str, activations: Mapping[Place, Activation] | None = None
+    ) -> AbstractContextManager[Any]:
         """In it, a module of the model sees its inputs as an engine that quantizes them does."""
-        return LinearInputs(module, prefix, self._simulate) if self.activations else nullcontext()
+        kinds = self.activations if activations is None else activations
 
-    def _simulate(self, name: str, expert: int | None, inputs: Tensor) -> Tensor | None:
-        """The input of a linear layer as an engine that quantizes it sees it."""
-        activation = self.activations.get((name, expert))
-        if activation is None:
-            return None
-        self._simulated.add(name)
-        return simulate(inputs, activation).to(inputs.dtype)
+        def simulated(name: str, expert: int | None, inputs: Tensor) -> Tensor | None:
+            activation = kinds.get((name, expert))
+            if activation is None:
+                return None
+            self._simulated.add(name)
+            return simulate(inputs, activation).to(inputs.dtype)
+
+        return LinearInputs(module, prefix, simulated) if kinds else nullcontext()
 
     def check_simulated(self, module: str) -> None:
         """An input that should have been quantized must have been seen: not every family calls linear layers so."""
@@ -440,12 +472,12 @@ class _Skeleton:
                 kind = type(self.model).__name__
                 raise CheckpointError(f"the checkpoint {what} {first}{more}, unlike a {kind}", fix=AGAIN)
 
-    def _activations(self) -> dict[tuple[str, int | None], Activation]:
+    def _activations(self) -> dict[Place, Activation]:
         """How inputs are quantized, by the names that LinearInputs gives."""
         given = self.source.activations
         if not given:
             return {}
-        found: dict[tuple[str, int | None], set[Activation | None]] = {}
+        found: dict[Place, set[Activation | None]] = {}
         state = self.model.state_dict()
         for name, made in self.makes.items():
             for key in made:
@@ -475,12 +507,13 @@ class _Lazy:
 
     _turn = Lock()
 
-    def __init__(self, source: Source, name: str) -> None:
-        self._source, self._name = source, name
+    def __init__(self, source: Source, name: str, instead: Mapping[str, Tensor]) -> None:
+        self._source, self._name, self._instead = source, name, instead
 
     def __getitem__(self, _: Any) -> Tensor:
         with self._turn:
-            return self._source.read(self._name)
+            given = self._instead.get(self._name)
+            return self._source.read(self._name) if given is None else given
 
 
 def _alone(hidden: Tensor) -> Any:

@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,18 +28,17 @@ from quantry import __version__
 from quantry.arch.attention import text_config
 from quantry.arch.parts import block_of
 from quantry.calibrate.data import Data
+from quantry.calibrate.passage import MEMORY, Passage, Progress
 from quantry.calibrate.statistics import LEAST, Heads, Observed, collect
 from quantry.checkpoint.weights import as_bytes
 from quantry.errors import ConfigError, QuantryError
 from quantry.types import Checkpoint, Stats
-from quantry.walk import Block, Source, Walk
+from quantry.walk import Block, Source
 
 FORMAT = 1  # of the files; another number leaves older ones unread
 BUDGET = 32 << 30  # bytes of all stores together
-MEMORY = 8 << 30  # bytes of hidden states that stay in memory: 128 windows of 2048 tokens and 8192 channels take 4.3 GB
 SAMPLED, CHUNKS = 4096, 8  # bytes in a row and rows of them that tell one tensor from another
 
-Progress = Callable[[int, int, str], None]  # blocks done, blocks in all, the block in hand
 PARTS = ("gram", "absmax", "mean_abs", "histogram")
 
 
@@ -74,13 +73,12 @@ class Statistics:
     cache: Store | None = None
     memory: int = MEMORY
     scratch: Path | None = None  # where hidden states lie that are too large for memory; None: where temporary files do
+    low_memory: bool = False  # one window at a time, hidden states in main memory
     progress: Progress | None = None
     identity: str | None = None  # of the weights, where it is known (`identity`); else some values of each are read
     walked: int = field(default=0, init=False)  # blocks that were run for their statistics
 
     def __post_init__(self) -> None:
-        self._at = -1  # the block that the walk has come to
-        self._blocks: Iterator[Block] = iter(())
         self._last: tuple[int, Observed] | None = None
         self._full = self.cache is None
 
@@ -127,37 +125,40 @@ class Statistics:
             self._last = (index, self._read(index) or self._walk(index))
         return self._last[1]
 
+    def lighten(self) -> None:
+        """Goes on in less memory."""
+        self._passage.lighten()
+
     def _walk(self, index: int) -> Observed:
         """Walks up to a block; those on the way that the store lacks are put into it."""
-        if index <= self._at or self._at < 0:  # not begun, or past it
-            self._blocks, self._at = self._begin().blocks(self.data.tokens), -1
-        for block in self._blocks:
-            self._at = block.index
-            if self.progress:
-                self.progress(block.index, self.count, block.name)
-            if block.index == index or not (self._full or self._path(block.index).exists()):
-                found = self._collect(block)
-                if block.index == index:
-                    self._rest()
-                    return found
-            else:
-                block.advance()
-        raise ConfigError(f"the model ends before block {index}", fix="restore config.json")
+        found = self._collect(self._passage.block(index))
+        if index == self.count - 1:
+            self._passage.end()
+        return found
 
-    def _begin(self) -> Walk:
-        return Walk(
-            self.source,
+    @cached_property
+    def _passage(self) -> Passage:
+        return self.passage(self._store)
+
+    def passage(self, leave: Callable[[Block], None]) -> Passage:
+        """Another way through the same model with the same data."""
+        return Passage(
+            source=self.source,
+            windows=self.data.tokens,
             device=self.device,
+            leave=leave,
             dtype=self.dtype,
             batch=self.batch,
             memory=self.memory,
             scratch=self.scratch,
+            low_memory=self.low_memory,
+            progress=self.progress,
         )
 
-    def _rest(self) -> None:
-        """Lets go of the last block and of all hidden states at the end of the way."""
-        if self._at == self.count - 1:
-            self._blocks = iter(())
+    def _store(self, block: Block) -> None:
+        """Collects on the way what the store lacks."""
+        if not (self._full or self._path(block.index).exists()):
+            self._collect(block)
 
     def _collect(self, block: Block) -> Observed:
         self.walked += 1

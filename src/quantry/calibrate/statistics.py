@@ -21,7 +21,7 @@ from quantry.arch.linears import QUANTIZED_PARTS, STACKED
 from quantry.arch.parts import part_of
 from quantry.errors import QuantryError, WeightError
 from quantry.types import Stats
-from quantry.walk import Block, LinearInputs
+from quantry.walk import Block, LinearInputs, Place
 
 BINS = 2048  # of a finished histogram
 FINE = 16 * BINS  # while it grows: its range doubles, so at least half of the bins are in use
@@ -29,8 +29,6 @@ LEAST = 256  # tokens below which an expert borrows the statistics of all expert
 PANELS = {"cpu": 192, "cuda": 2048}  # rows of the Gram matrix at a time: small saves work, large keeps units busy
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 OTHER = "use a model that transformers runs with plain linear layers"
-
-Place = tuple[str, int | None]  # a parameter of the model, and the expert in a stack
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,15 +6,14 @@ import typer
 
 
 def command(json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False) -> None:
-    """List the presets, the formats that hold them, and which are still to come."""
+    """List the presets and the formats that hold them."""
     from quantry.recipe import presets
 
     if json:
         from dataclasses import asdict
         from json import dumps
 
-        rows = [{**asdict(preset), "missing": preset.missing} for preset in presets().values()]
-        typer.echo(dumps(rows, indent=2))
+        typer.echo(dumps([asdict(preset) for preset in presets().values()], indent=2))
         return
     from rich.console import Console
     from rich.table import Table
@@ -23,8 +22,5 @@ def command(json: Annotated[bool, typer.Option("--json", help="Print JSON for pr
     for heading in ("preset", "bits", "formats (first is the default)", "what it is"):
         table.add_column(heading)
     for preset in presets().values():
-        about = (
-            f"[dim]{preset.about} (needs the {preset.missing}, not built yet)[/dim]" if preset.missing else preset.about
-        )
-        table.add_row(preset.name, str(preset.scheme.weight.bits), ", ".join(preset.formats), about)
+        table.add_row(preset.name, str(preset.scheme.weight.bits), ", ".join(preset.formats), preset.about)
     Console(highlight=False).print(table)

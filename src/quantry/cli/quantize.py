@@ -24,12 +24,27 @@ def command(
         str | None,
         typer.Option(help="For gguf presets: a file of importance vectors, auto to compute them, or none."),
     ] = None,
+    input_scales: Annotated[
+        str | None, typer.Option(help="For static presets: minmax, percentile or mse, instead of the preset's own.")
+    ] = None,
+    kv: Annotated[
+        str | None, typer.Option(help="What the KV cache is served in: fp8, fp8-head (a scale a head) or int8.")
+    ] = None,
     data: Annotated[
         Path | None,
         typer.Option(help="Text, JSON lines, parquet or a datasets folder to calibrate on; else a built-in text."),
     ] = None,
     samples: Annotated[int | None, typer.Option(help="Windows to calibrate on; 128 if not given.")] = None,
     length: Annotated[int | None, typer.Option(help="Tokens of a window; 2048 if not given.")] = None,
+    sequential: Annotated[
+        bool | None,
+        typer.Option(
+            "--sequential/--no-sequential", help="Calibrate each block on what the quantized blocks before it give."
+        ),
+    ] = None,
+    low_memory: Annotated[
+        bool, typer.Option("--low-memory", help="Keep less of a calibration on the GPU, which takes longer.")
+    ] = False,
     keep_odd: Annotated[
         bool, typer.Option("--keep-odd", help="Leave layers in 16 bit whose shape does not fit.")
     ] = False,
@@ -61,9 +76,13 @@ def command(
             group=group,
             rounder=rounder,
             imatrix=imatrix,
+            input_scales=input_scales,
+            kv=kv,
             data=data,
             samples=samples,
             length=length,
+            sequential=sequential,
+            low_memory=low_memory,
             keep_odd=keep_odd,
             dry_run=dry_run,
             device=device,

@@ -14,6 +14,10 @@ vLLM (0.26 to 0.32) takes the largest static scale of the layers that it fuses, 
 Float scales have the model's dtype: vLLM copies them into float32 parameters (integers below 8 bit: into the model's
 dtype), transformers casts them to the model's dtype; so a 16-bit scale is rounded by neither, and a float32 one would be.
 
+Integers below 8 bit are packed with quantized inputs too (W4A8): vLLM reads that (compressed_tensors_wNa8.py) on GPUs and
+CPUs, though few kernels use 8-bit inputs. It knows W4A8 in int-quantized as well, one code a byte: as large as W8A8, and
+for CPUs alone. Such a file is read here and not written.
+
 3-bit codes are packed without gaps, as the library does since 0.18; up to 0.17 it put ten of them in a word. Other
 widths are the same in both. Reading tells the two apart by the number of words.
 """  # noqa: E501
@@ -287,12 +291,20 @@ def _refuse_int(scheme: Scheme) -> str | None:
         if grid.block[0] != 1:
             return f"compressed-tensors holds weight-only integers per channel or in groups, not {spell(grid)}"
         return None
-    if _is_packed(grid) or grid.block not in ((1, 0), (0, 0)):
-        return (
-            "compressed-tensors holds integers with quantized activations as symmetric int8 per channel or tensor, "
-            f"not {spell(grid)}"
-        )
+    if _is_packed(grid):
+        return _refuse_packed(scheme.activation, grid)
+    if grid.block not in ((1, 0), (0, 0)):
+        return f"compressed-tensors holds int8 with quantized activations per channel or tensor, not {spell(grid)}"
     return _refuse_activation(scheme.activation, "int", ((1, 0),) if scheme.activation.dynamic else ((0, 0),))
+
+
+def _refuse_packed(activation: Activation, grid: Grid) -> str | None:
+    """Packed integers with quantized activations: in vLLM by the token and symmetric, with scales found as it runs."""
+    if grid.block[0] != 1:
+        return f"compressed-tensors holds packed integers per channel or in groups, not {spell(grid)}"
+    if not activation.dynamic or not activation.grid.symmetric:
+        return f"with {spell(grid)} weights compressed-tensors holds dynamic symmetric activations only"
+    return _refuse_activation(activation, "int", ((1, 0),))
 
 
 def _refuse_float8(scheme: Scheme) -> str | None:

@@ -159,7 +159,7 @@ def planned_presets(request: Request) -> list[Preset]:
     facts = request.facts
     half = main_dtype(request.checkpoint) == "F16" or (facts["capability"] or 80) < 80
     unused = "bf16" if half else "fp16"
-    found = [one for one in presets().values() if not one.missing and not left_out(one)]
+    found = [one for one in presets().values() if not left_out(one)]
     return [one for one in found if one.name != unused]
 
 

@@ -97,6 +97,7 @@ WORDS = {  # every fact, in the words of a message
     "inner": "expert size on a device",
     "experts_mixed": "schemes mixed among experts",
     "unstorable": "storage",
+    "kernel": "kernel",  # known to cautions alone
 }
 PLATFORMS = {"nvidia": "cuda", "amd": "rocm", "intel": "xpu", "apple": "metal"}
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -166,13 +167,15 @@ def _judge(found: Engine, version: str, device: Device, layers: Sequence[Facts])
     if refused:
         return _verdict("refusal", None, *refused)
     chosen: dict[str, tuple[Row, Facts]] = {}
+    served: list[Facts] = []
     for facts in layers:
         kernel, missed = choose(found, version, facts)
         if kernel is None:
             return _no_kernel(found, version, device, facts, missed)
         chosen.setdefault(str(kernel.name), (kernel, facts))
+        served.append({**facts, "kernel": kernel.name})
     doubts = [pair for pair in chosen.values() if pair[0].outcome == "fallback"]
-    doubts += list(_matches(found, "cautions", version, layers))[:1]
+    doubts += list(_matches(found, "cautions", version, served))[:1]
     names = ", ".join(chosen)
     verdict = _verdict("fallback", names, *doubts[0]) if doubts else _plainly(names, *next(iter(chosen.values())))
     notes = [_filled(row.reason, facts) for row, facts in _matches(found, "notes", version, layers[:1])]

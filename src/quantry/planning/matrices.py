@@ -353,9 +353,8 @@ def _format(chosen: Preset) -> Sequence[str]:
         for form in chosen.formats
         if feasible(_model(), Recipe(chosen, form), name, latest(name), device).outcome == "kernel"
     ]
-    planned = f"needs the {chosen.missing}" if chosen.missing else left_out(chosen) or "yes"
-    size = _bits(recipe) if not chosen.missing else f"{chosen.scheme.weight.bits}"
-    return ", ".join(chosen.formats), size, _class(recipe), ", ".join(engines) or "none", planned
+    planned = left_out(chosen) or "yes"
+    return ", ".join(chosen.formats), _bits(recipe), _class(recipe), ", ".join(engines) or "none", planned
 
 
 @cache

@@ -15,7 +15,7 @@ from quantry.devices import Device
 from quantry.engines import Conditions
 from quantry.errors import UnknownNameError
 from quantry.planning.feasibility import agrees
-from quantry.recipe import Preset, presets
+from quantry.recipe import Preset
 
 Facts = dict[str, Any]
 SMALL_BITS = 4  # schemes of so many bits and less depend on the size of the model
@@ -55,11 +55,6 @@ class Rule:
     weight: float = 0.0
     fix: str = ""
     corrected: str | None = None
-    until_built: str | None = None  # holds until this preset can be made
-
-    @property
-    def in_force(self) -> bool:
-        return self.until_built is None or presets()[self.until_built].missing is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +181,7 @@ def judge(facts: Facts) -> Ruling:
     """Points, reasons and warnings of all rules for an option."""
     points, reasons, warnings = 0.0, [], []
     for rule in _rules():
-        if not rule.in_force or not agrees(rule.when, facts, {}):
+        if not agrees(rule.when, facts, {}):
             continue
         if rule.prefer is not None and agrees(rule.prefer, facts, {}):
             points += rule.weight

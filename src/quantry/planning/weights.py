@@ -22,7 +22,7 @@ from quantry.errors import QuantryError, WeightError
 from quantry.formats.gguf import NAME as GGUF
 from quantry.planning.feasibility import INPUTS_CUT, KEYS_VALUES, UNCUT
 from quantry.recipe import CAST, Recipe
-from quantry.types import Checkpoint, Grid, TensorInfo
+from quantry.types import Activation, Checkpoint, Grid, TensorInfo
 
 Cut = Literal["outputs", "inputs", "keys", "vocabulary", "none"]
 CUT_PARTS = frozenset({"attention", "MLP", "experts", "recurrent"})
@@ -41,6 +41,7 @@ class Weight:
     dtype: str  # of a tensor that is kept
     shape: tuple[int, ...]
     grid: Grid | None = None
+    inputs: Activation | None = None  # where the scale of its input is stored too
     count: int = 1
 
 
@@ -70,7 +71,8 @@ class Stored:
         if weight.grid is None:
             return [(weight.name, weight.dtype, shape)]
         rows, columns = shape
-        layout = _format(self.format).layout(weight.name, (rows, columns), weight.grid)
+        given = [weight.inputs] if weight.inputs else []
+        layout = _format(self.format).layout(weight.name, (rows, columns), weight.grid, *given)
         return [(name, *kind) for name, kind in layout.items()]
 
     def size(self, weight: Weight) -> int:
@@ -132,7 +134,7 @@ def _divided(checkpoint: Checkpoint, recipe: Recipe, blocks: int, keep_odd: bool
 def _weights(piece: pieces.Piece, blocks: int) -> list[Weight]:
     if isinstance(piece, pieces.Quantize):
         return [
-            Weight(linear.module, part_of(linear.source, blocks), "", linear.shape, piece.grid)
+            Weight(linear.module, part_of(linear.source, blocks), "", linear.shape, piece.grid, piece.scheme.static)
             for linear in piece.linears
         ]
     return [Weight(name, part_of(name, blocks), dtype, shape) for name, dtype, shape in piece.entries]

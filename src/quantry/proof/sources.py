@@ -1,6 +1,5 @@
 """Models of any format as the weights they stand for: a `walk.Source` for each, decoded from the bytes on the disk."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +18,6 @@ from quantry.checkpoint.reader import local_folder, open_checkpoint
 from quantry.checkpoint.weights import MappedWeights, PlainWeights
 from quantry.checkpoint.workspace import JOB
 from quantry.errors import CheckpointError, QuantryError
-from quantry.formats import compressed_tensors
 from quantry.formats.gguf import BLOCKS
 from quantry.llamacpp import retokenizing
 from quantry.numerics.activations import Static
@@ -27,7 +25,6 @@ from quantry.numerics.grids import dequantize
 from quantry.tokenizing import load_tokenizer
 from quantry.types import Activation, Checkpoint, Grid, Scheme
 
-CACHE = re.compile(r"\.[qkv]_(scale|zero_point)$")  # scales of the KV cache, and of queries where others write them
 UNFINISHED = "run the quantize command again: it goes on where it stopped"
 
 
@@ -105,20 +102,23 @@ def _plain(model: str | Path) -> ModelSource:
 def _quantized(model: str | Path) -> ModelSource:
     artefact = QuantizedModel(model)
     weights = MappedWeights(artefact.folder)
-    cache = compressed_tensors.cache_grid(artefact.settings) if artefact.form is compressed_tensors else None
-    plain = {tensor.name: tensor for tensor in artefact.plain if cache is None or not CACHE.search(tensor.name)}
+    scales = {tensor.name for tensor in artefact.cache_scales}
+    plain = {tensor.name: tensor for tensor in artefact.plain if tensor.name not in scales}
     modules = {f"{module}.weight": module for module in artefact.schemes}
 
     def read(name: str) -> Tensor:
         return dequantize(artefact.read(modules[name])) if name in modules else weights.copy(plain[name])
 
     def input_scale(module: str) -> float:
-        tensors = {tensor.name: weights.get(tensor) for tensor in artefact.parts[module]}
-        return float(artefact.form.input_scale(module, tensors, artefact.schemes[module]))
+        scale = artefact.input_scale(module)
+        assert scale is not None
+        return float(scale)
 
     config = {key: value for key, value in artefact.checkpoint.config.items() if key != "quantization_config"}
     names = (*plain, *modules)
-    return ModelSource(artefact.folder, artefact.checkpoint, config, names, artefact.schemes, read, input_scale, cache)
+    return ModelSource(
+        artefact.folder, artefact.checkpoint, config, names, artefact.schemes, read, input_scale, artefact.cache
+    )
 
 
 def _gguf(model: str | Path) -> ModelSource:

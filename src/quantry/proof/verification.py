@@ -214,6 +214,8 @@ def _notes(
         notes.append("measured on simple stories; give --text FILE with text of your own kind")
     if engine is None and artefact.schemes:
         notes.append("not measured in an engine: give --engine vllm or transformers to prove it as served")
+    if artefact.cache:
+        notes.append("the decoded figures are with a 16-bit KV cache; those of the engine with the one it uses")
     return tuple(notes)
 
 

@@ -52,17 +52,20 @@ def prepare(stats: Stats, damping: float = DAMPING, order: bool = True, dtype: t
     gram = stats.gram
     if not 0 <= damping <= MOST_DAMPING:
         raise RecipeError(f"a damping of {damping:g} is not from 0 to {MOST_DAMPING:g}", fix=f"leave it at {DAMPING:g}")
-    if not torch.isfinite(gram).all():
+    if not torch.isfinite(torch.stack(gram.aminmax())).all():  # NaN goes through both
         raise WeightError(
             "the Gram matrix of an input has NaN or infinite entries", fix="calibrate in bfloat16 or float32"
         )
     power = gram.diagonal()
     visit = torch.argsort(power, descending=True, stable=True) if order else torch.arange(len(gram), device=gram.device)
     back = torch.argsort(visit)
-    upper, used = _factorize(gram[visit][:, visit], damping)
+    lower, used = _factorize(gram, visit.flip(0), damping)
+    diagonal = lower.diagonal().double().flip(0)
+    lower = lower.to(dtype)  # before it is copied once more
+    upper = lower.flip((0, 1))
     raised = f"the Gram matrix of an input needed a damping of {used:g} instead of {damping:g}"
-    importance = (power.double().clamp(min=0) / upper.diagonal().double()[back].square()).sqrt().float()
-    return Prepared(Factor(upper.to(dtype), visit, back), importance, used, None if used == damping else raised)
+    importance = (power.double().clamp(min=0) / diagonal[back].square()).sqrt().float()
+    return Prepared(Factor(upper, visit, back), importance, used, None if used == damping else raised)
 
 
 def round_weight(weight: Tensor, grid: Grid, params: Params, stats: Stats | Prepared | None = None) -> QTensor:
@@ -98,23 +101,21 @@ def _prepared(stats: Stats | Prepared | None, weight: Tensor) -> Prepared:
     return prepared
 
 
-def _factorize(hessian: Tensor, damping: float) -> tuple[Tensor, float]:
-    """The upper triangle U with U'U the inverse of the damped Hessian, and the damping that it took.
+def _factorize(gram: Tensor, order: Tensor, damping: float) -> tuple[Tensor, float]:
+    """The inverse of the Cholesky factor of the damped Gram matrix in this order, and the damping that it took.
 
-    The Cholesky factor of the Hessian with its order reversed, inverted and reversed again, is that triangle: half the
-    work of the three steps that are usual, and the inverse itself is never formed. It is done in float64; on a GPU,
-    where float64 may be 64 times as slow, only where float32 fails.
+    In the order opposite to that of the visits, its reverse is the upper triangle U with U'U the inverse of the damped
+    matrix: half the work of the three steps that are usual, and the inverse itself is never formed. It is done in
+    float64; on a GPU, where float64 may be 64 times as slow, only where float32 fails. Gram matrices are large (0.8 GB
+    at 14336 channels), so both steps work in place: beside the one that is given there are two.
     """
-    flipped = hessian.flip((0, 1))
-    mean = float(hessian.diagonal().double().mean())
+    mean = float(gram.diagonal()[order.flip(0)].double().mean())
     while True:
-        for dtype in (torch.float64,) if hessian.device.type == "cpu" else (torch.float32, torch.float64):
-            damped = flipped.to(dtype, copy=True)
-            damped.diagonal().add_(damping * mean if mean > 0 else 1.0)
-            lower, failed = torch.linalg.cholesky_ex(damped)
-            if not failed:
-                one = torch.eye(len(lower), dtype=dtype, device=lower.device)
-                return torch.linalg.solve_triangular(lower, one, upper=False).flip((0, 1)), damping
+        for dtype in (torch.float64,) if gram.device.type == "cpu" else (torch.float32, torch.float64):
+            factor = _cholesky(gram, order, dtype, damping * mean if mean > 0 else 1.0)
+            if factor is not None:
+                inverse = torch.eye(len(gram), dtype=dtype, device=gram.device).mT
+                return torch.linalg.solve_triangular(factor, inverse, upper=False, out=inverse), damping
         if damping == MOST_DAMPING:
             break
         damping = min(damping * 10 or DAMPING, MOST_DAMPING)
@@ -122,6 +123,16 @@ def _factorize(hessian: Tensor, damping: float) -> tuple[Tensor, float]:
         f"the Gram matrix of an input is not positive definite, even with {MOST_DAMPING:g} of its mean diagonal added",
         fix="accumulate it in float32 from finite activations",
     )
+
+
+def _cholesky(gram: Tensor, order: Tensor, dtype: torch.dtype, added: float) -> Tensor | None:
+    """The Cholesky factor of the matrix in this order with something added to its diagonal; none if there is none."""
+    # column by column, as LAPACK has matrices, and gathered without a copy of only the rows
+    damped = gram[order[None, :], order[:, None]].to(dtype).mT
+    damped.diagonal().add_(added)
+    failed = torch.empty((), dtype=torch.int32, device=gram.device)
+    torch.linalg.cholesky_ex(damped, out=(damped, failed))
+    return None if failed else damped
 
 
 def _lattice(grid: Grid, params: Params, weight: Tensor) -> Lattice:
