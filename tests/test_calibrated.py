@@ -15,7 +15,7 @@ from torch import Tensor
 
 import quantry
 from killed_jobs import contents
-from quantry import registry
+from quantry import calibrated, registry
 from quantry.arch.linears import linears
 from quantry.arch.smoothing import smoothing
 from quantry.calibrate.data import Data, load
@@ -51,10 +51,11 @@ Q, DOWN = f"{BLOCK}.self_attn.q_proj", f"{BLOCK}.mlp.down_proj"
 
 @pytest.fixture(scope="module", autouse=True)
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Statistics of these tests, apart from the user's."""
+    """Statistics of these tests, apart from the user's, and in float32 as what they are held against."""
     folder: Path = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUANTRY_CACHE", str(folder))
+        patch.setattr(calibrated, "arithmetic", lambda device: torch.float32)
         yield folder
 
 
@@ -392,3 +393,16 @@ def test_plain_weights_are_copies() -> None:
     assert torch.equal(read, wanted[f"{Q}.weight"])
     read.zero_()
     assert torch.equal(source.read(f"{Q}.weight"), wanted[f"{Q}.weight"])
+
+
+def test_16_bit_arithmetic_is_good_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the processor multiplies bfloat16 fast the model is run in it; what comes of it is as near the original."""
+    found = {}
+    for kind in (torch.float32, torch.bfloat16):
+        monkeypatch.setattr(calibrated, "arithmetic", lambda device, kind=kind: kind)
+        out = tmp_path / str(kind)
+        quantry.quantize("demo", out, preset="w4a16-gptq", group=64, **TEXT)
+        card = json.loads((out / "quantry.json").read_text())
+        assert card["recipe"]["calibration"]["arithmetic"] == str(kind).removeprefix("torch.")
+        found[kind] = divergence(out)
+    assert found[torch.bfloat16] == pytest.approx(found[torch.float32], rel=0.05)

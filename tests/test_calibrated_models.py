@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import quantry
+from quantry import calibrated
 from quantry.calibrate.cache import statistics
 from quantry.calibrate.data import load
 from quantry.checkpoint.reader import open_checkpoint
@@ -30,10 +31,11 @@ MOE = "Qwen3MoeForCausalLM"
 
 @pytest.fixture(scope="module", autouse=True)
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Statistics of these tests, apart from the user's."""
+    """Statistics of these tests, apart from the user's, and in float32 as what they are held against."""
     folder: Path = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUANTRY_CACHE", str(folder))
+        patch.setattr(calibrated, "arithmetic", lambda device: torch.float32)
         yield folder
 
 

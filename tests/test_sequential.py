@@ -44,9 +44,10 @@ LAYERS = 4
 
 @pytest.fixture(autouse=True)
 def store(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Statistics of these tests, apart from the user's."""
+    """Statistics of these tests, apart from the user's, and in float32 as what they are held against."""
     folder: Path = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("QUANTRY_CACHE", str(folder))
+    monkeypatch.setattr(calibrated, "arithmetic", lambda device: torch.float32)
     return folder
 
 

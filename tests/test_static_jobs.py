@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import quantry
 from killed_jobs import contents
+from quantry import calibrated
 from quantry.artefact import QuantizedModel
 from quantry.calibrate.data import load
 from quantry.checkpoint.reader import demo_folder
@@ -35,10 +36,11 @@ MOE = "Qwen3MoeForCausalLM"
 
 @pytest.fixture(scope="module", autouse=True)
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Statistics of these tests, apart from the user's."""
+    """Statistics of these tests, apart from the user's, and in float32 as what they are held against."""
     folder: Path = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUANTRY_CACHE", str(folder))
+        patch.setattr(calibrated, "arithmetic", lambda device: torch.float32)
         yield folder
 
 

@@ -46,7 +46,6 @@ SEED = 0
 FOUND = "calibration"  # what a workspace remembers findings under
 LOW = "low memory"  # the finding that there was no room
 SCALED = "scaled with the layers around it"
-DTYPES = {"cpu": torch.float32}  # bfloat16 elsewhere: the Gram matrix is summed in float32 all the same
 Progress = Callable[[int, int, str], None]
 Layer = tuple[str, int | None, tuple[int, int] | None]  # a matrix in a tensor of the checkpoint: name, expert, rows
 T = TypeVar("T")
@@ -68,6 +67,8 @@ class Calibrated:
     ) -> None:
         self._checkpoint, self._device, self._data = checkpoint, device, data
         self._recipe, self._division, self._low_memory = recipe, division, low_memory
+        on_cpu = device.type == "cpu"
+        self._arithmetic = torch.float32 if recipe.distilled and on_cpu else arithmetic(device)  # gradients are small
         self._blocks, name = blocks, recipe.transform
         self._transform = Transform(name, checkpoint, blocks, division.assignment) if name else None
 
@@ -75,7 +76,8 @@ class Calibrated:
     def record(self) -> Calibration:
         """What the recipe says of the text."""
         data = self._data
-        return Calibration(data.name, data.fingerprint, len(data.tokens), data.length, SEED, data.count)
+        run_in = str(self._arithmetic).removeprefix("torch.")
+        return Calibration(data.name, data.fingerprint, len(data.tokens), data.length, SEED, data.count, run_in)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -86,7 +88,7 @@ class Calibrated:
     def kept_bytes(self) -> int:
         """The room that the job takes on the disk while it runs: what comes to the last two blocks, if sequential."""
         channels = int(text_config(self._checkpoint.config)["hidden_size"])
-        return 2 * self._data.count * channels * _dtype(self._device).itemsize if self._recipe.sequential else 0
+        return 2 * self._data.count * channels * self._arithmetic.itemsize if self._recipe.sequential else 0
 
     def marked(self, division: Division) -> Division:
         """The division, with the fates of tensors that are kept but scaled."""
@@ -106,7 +108,7 @@ class Calibrated:
             PlainWeights(self._checkpoint, folder),
             self._data,
             device=self._device,
-            dtype=_dtype(self._device),
+            dtype=self._arithmetic,
             cache=default_store() if self._device.type == "cpu" else None,  # a GPU walks faster than a disk writes
             identity=identity(open_checkpoint(folder)),
             progress=progress,
@@ -147,7 +149,7 @@ def begin(
             f"{checkpoint.source} has no tokenizer, without which it cannot be calibrated on text",
             fix="copy its files from the original model",
         )
-    walk = Walk(PlainWeights(checkpoint, Path()), device=device, dtype=_dtype(device))  # by its headers alone
+    walk = Walk(PlainWeights(checkpoint, Path()), device=device, dtype=arithmetic(device))  # by its headers alone
     with small_folder(checkpoint, "model") as folder:
         tokenizer = load_tokenizer(folder)
     found = load(
@@ -199,8 +201,13 @@ def _tensor_of(layer: Linear | Source) -> str:
     return layer.source if isinstance(layer, Linear) else layer.name
 
 
-def _dtype(device: torch.device) -> torch.dtype:
-    return DTYPES.get(device.type, torch.bfloat16)
+def arithmetic(device: torch.device) -> torch.dtype:
+    """What blocks are run in: bfloat16 where it is multiplied fast. Gram matrices are summed in float32 all the same.
+
+    A CPU that only knows float32 gives statistics that differ in the third digit, and so other bytes.
+    """
+    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.float32 if device.type == "cpu" and not fast else torch.bfloat16
 
 
 class Transform:

@@ -90,6 +90,7 @@ class Calibration:
     length: int
     seed: int
     tokens: int
+    arithmetic: str  # what the model was run in
 
 
 @dataclass(frozen=True, slots=True)

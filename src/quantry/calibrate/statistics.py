@@ -213,7 +213,8 @@ class _Sums:
 
     def add(self, rows: Tensor, name: str) -> None:
         """Adds rows of (tokens, channels)."""
-        magnitudes = rows.float().abs()
+        exact = rows.float()  # for a Gram matrix on the CPU, too
+        magnitudes = exact.abs()
         absmax = magnitudes.amax(0)
         _check_finite(absmax, name, rows.dtype)
         self.tokens += rows.shape[0]
@@ -221,7 +222,7 @@ class _Sums:
         self._abs += magnitudes.sum(0)
         if self._histogram:
             self._histogram.add(magnitudes, float(absmax.max()))
-        add_gram(self._gram, rows)
+        add_gram(self._gram, rows if rows.is_cuda else exact)
 
     def finish(self) -> Stats:
         """The means, and the lower triangle of the Gram matrix as a mirror of the upper one."""
