@@ -36,7 +36,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE)]
 
 import torch  # noqa: E402
@@ -369,7 +369,12 @@ def timed(command: Sequence[str | Path], log: Path, environment: Mapping[str, st
     start, peak = time.perf_counter(), 0
     with log.open("wb") as file:
         process = subprocess.Popen(
-            words, stdout=file, stderr=file, stdin=subprocess.DEVNULL, env={**os.environ, **(environment or {})}
+            words,
+            stdout=file,
+            stderr=file,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **(environment or {})},
+            cwd=log.parent,  # some leave logs where they are
         )
         while process.poll() is None:
             peak = max(peak, *(_peak(pid) for pid in _family(process.pid)), 0)

@@ -149,6 +149,7 @@ CASES = [
     Case(L8, "w8a8", "vllm", "RTX 5090", "refusal", "(12.0)"),
     # 4-bit weights with 8-bit inputs: loaded everywhere, used by one kernel
     Case(L8, "w4a8-zeroquant", "vllm", "H100", "fallback", "keeps its inputs in 16 bit: Machete takes no 8-bit inputs", kernel="Machete"),
+    Case(L8, "w4a8-zeroquant", "vllm", "H100", "fallback", "gets its inputs in FP8 (CUTLASS W4A8)", version="0.26.0"),
     Case(L8, "w4a8-zeroquant", "vllm", "RTX 3090", "fallback", "Marlin takes no 8-bit inputs with 4-bit weights", kernel="Marlin"),
     Case(L8, "w4a8-zeroquant", "vllm", "H100", "kernel", "int8 inputs", group=32, packages=("humming-kernels",), kernel="Humming"),
     Case(L8, "w4a8-zeroquant", "vllm", "H100", "fallback", "Machete takes no 8-bit inputs", packages=("humming-kernels",)),
