@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +101,17 @@ def gguf_file(tmp_path: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+@pytest.fixture(scope="module")
+def exact_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Statistics apart from the user's, gathered in float32 as what they are held against."""
+    import torch
+
+    from quantry import calibrated
+
+    folder: Path = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUANTRY_CACHE", str(folder))
+        patch.setattr(calibrated, "arithmetic", lambda device: torch.float32)
+        yield folder

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from quantry.walk import run
 from test_cli import run as command
 from test_quantize import decoded
 
+pytestmark = pytest.mark.usefixtures("exact_store")
 TEXT: dict[str, Any] = {"samples": 24, "length": 128}
 BUILT = [
     (preset.name, form)
@@ -47,16 +47,6 @@ BUILT = [
 DEMO = demo_folder()
 BLOCK = "model.layers.2"
 Q, DOWN = f"{BLOCK}.self_attn.q_proj", f"{BLOCK}.mlp.down_proj"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Statistics of these tests, apart from the user's, and in float32 as what they are held against."""
-    folder: Path = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QUANTRY_CACHE", str(folder))
-        patch.setattr(calibrated, "arithmetic", lambda device: torch.float32)
-        yield folder
 
 
 def options(preset: str) -> dict[str, Any]:
@@ -355,8 +345,8 @@ def test_weights_that_are_not_finite(demo: Path, tmp_path: Path) -> None:
         refused(tmp_path, named, demo, preset=preset, samples=5, length=64)
 
 
-def test_command_line(tmp_path: Path, store: Path) -> None:
-    shared = {"QUANTRY_CACHE": str(store)}
+def test_command_line(tmp_path: Path, exact_store: Path) -> None:
+    shared = {"QUANTRY_CACHE": str(exact_store)}
     flags = ["--rounder", "gptq", "--imatrix", "auto", "--samples", "24", "--length", "128"]
     done = command("quantize", "demo", "-o", str(tmp_path / "out"), "--preset", "gguf-q4_k_m", *flags, env=shared)
     assert done.returncode == 0, done.stderr

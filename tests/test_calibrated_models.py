@@ -1,6 +1,6 @@
 """Calibrated jobs on every architecture and on mixtures of experts, layer by layer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import quantry
-from quantry import calibrated
 from quantry.calibrate.cache import statistics
 from quantry.calibrate.data import load
 from quantry.checkpoint.reader import open_checkpoint
@@ -24,19 +23,10 @@ from quantry.walk import run
 from test_statistics import inputs_of
 from tiny_models import ARCHITECTURES, write_model
 
+pytestmark = pytest.mark.usefixtures("exact_store")
 TEXT: dict[str, Any] = {"samples": 16, "length": 64}
 POST_NORM = "Olmo2ForCausalLM"
 MOE = "Qwen3MoeForCausalLM"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Statistics of these tests, apart from the user's, and in float32 as what they are held against."""
-    folder: Path = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QUANTRY_CACHE", str(folder))
-        patch.setattr(calibrated, "arithmetic", lambda device: torch.float32)
-        yield folder
 
 
 @pytest.fixture(scope="module")

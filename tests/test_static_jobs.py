@@ -1,7 +1,6 @@
 """Jobs that store scales of inputs and of the KV cache: what is in the files is what the model itself shows."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import quantry
 from killed_jobs import contents
-from quantry import calibrated
 from quantry.artefact import QuantizedModel
 from quantry.calibrate.data import load
 from quantry.checkpoint.reader import demo_folder
@@ -27,21 +25,12 @@ from test_quantize import write_model as write_plain
 from test_statistics import inputs_of
 from tiny_models import write_model
 
+pytestmark = pytest.mark.usefixtures("exact_store")
 TEXT: dict[str, Any] = {"samples": 8, "length": 64}
 DEMO = demo_folder()
 STATIC = [preset.name for preset in presets().values() if preset.scheme.static]
 LARGEST = {"fp8-static": 448, "w8a8-static": 127, "nvfp4-w4a4": 1}
 MOE = "Qwen3MoeForCausalLM"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Statistics of these tests, apart from the user's, and in float32 as what they are held against."""
-    folder: Path = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QUANTRY_CACHE", str(folder))
-        patch.setattr(calibrated, "arithmetic", lambda device: torch.float32)
-        yield folder
 
 
 @pytest.fixture(scope="module")
