@@ -21,10 +21,7 @@ from quantry.recipe import presets
 from quantry.types import Grid, Scheme
 from tiny_models import write_model
 
-DATA_FREE = [
-    preset.name for preset in presets().values() if preset.rounder == "nearest" and preset.transform is None
-    and preset.fit in ("absmax", "mse", None)
-]  # fmt: skip
+DATA_FREE = [preset.name for preset in presets().values() if not preset.calibrated]
 BROKEN = ("w4a16", "fp8-dynamic", "w8a8", "nf4", "gguf-q4_k_m", "gguf-q2_k")
 DOWN = ("model.layers.2.mlp.up_proj", "model.layers.5.mlp.up_proj")  # of one type in every mixture
 QUERY = "model.layers.3.self_attn.q_proj"  # square
