@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -454,3 +455,14 @@ def _quiet_transformers() -> Iterator[None]:
     transformers.utils.logging.disable_progress_bar()
     yield
     transformers.utils.logging.enable_progress_bar()
+
+
+def test_models_made_at_once_leave_transformers_as_it_was(tmp_path: Path) -> None:
+    """What keeps one from tying weights holds for all threads while it lasts."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_model(folder, "Qwen2ForCausalLM")
+    before = transformers.PreTrainedModel.tie_weights
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: walk.Walk(open_source(folder)), range(24)))
+    assert transformers.PreTrainedModel.tie_weights is before

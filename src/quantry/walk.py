@@ -48,6 +48,7 @@ Place = tuple[str, int | None]  # a linear layer as LinearInputs names it: a par
 UNUSED = frozenset({"vision tower", "audio tower", "projector"})  # parts that text does not go through
 NUMBER = re.compile(r"\.(\d+)(?=\.)")
 CPU = torch.device("cpu")
+BUILDING = Lock()  # no_tie_weights changes transformers for all threads, and two at once would leave it changed
 OTHER = "use a model that transformers runs as a plain stack of decoder blocks"
 AGAIN = "download or write the checkpoint again"
 
@@ -534,7 +535,7 @@ def _empty_model(settings: Mapping[str, Any], device: torch.device, dtype: torch
         family = CONFIG_MAPPING[kind]
         plain = family._decode_special_floats({key: value for key, value in settings.items() if key != "auto_map"})
         config = family.from_dict(plain)
-        with torch.device("meta"), no_tie_weights():
+        with BUILDING, torch.device("meta"), no_tie_weights():
             # experts one by one, so that the input of each is seen
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation="eager")
     except Exception as error:  # transformers has no class of its own for a config that does not hold
