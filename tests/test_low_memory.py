@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantry import calibrated
+from quantry import inputs as inputs_module
 from quantry.calibrate import cache, distillation
 from quantry.calibrate.cache import statistics
 from quantry.calibrate.statistics import collect
@@ -75,7 +75,7 @@ def test_statistics_go_on_in_less_memory(llama: Path, short: int, monkeypatch: p
     monkeypatch.setattr(cache, "collect", Short(collect, short))
     told: list[int] = []
     found = statistics(Folder(llama), data(), progress=lambda done, *_: told.append(done))
-    inputs = calibrated.Inputs(found, None, lambda _: torch.empty(0))
+    inputs = inputs_module.Inputs(found, None, lambda _: torch.empty(0))
     for block in range(LAYERS):
         stats = inputs.stats(f"model.layers.{block}.self_attn.q_proj")
         wanted = expected[block].stats[f"model.layers.{block}.self_attn.k_proj"]
@@ -92,7 +92,7 @@ def test_what_has_come_to_a_block_is_not_computed_again(llama: Path) -> None:
     """A rounder that finds no room: the walk stands between two blocks and goes on from there."""
     told: list[int] = []
     found = statistics(Folder(llama), data(), progress=lambda done, *_: told.append(done))
-    inputs = calibrated.Inputs(found, None, lambda _: torch.empty(0))
+    inputs = inputs_module.Inputs(found, None, lambda _: torch.empty(0))
     stats = inputs.stats("model.layers.1.self_attn.q_proj")
     assert stats is not None
     prepare = Short(gptq.prepare, 1)
@@ -106,12 +106,12 @@ def test_what_has_come_to_a_block_is_not_computed_again(llama: Path) -> None:
 
 
 def test_no_room_in_the_low_memory_mode_either(llama: Path, tmp_path: Path) -> None:
-    inputs = calibrated.Inputs(statistics(Folder(llama), data()), None, lambda _: torch.empty(0))
+    inputs = inputs_module.Inputs(statistics(Folder(llama), data()), None, lambda _: torch.empty(0))
     stats = inputs.stats("model.layers.1.self_attn.q_proj")
     assert stats is not None
     with pytest.raises(QuantryError, match=r"no room for block 1, in the low-memory mode either; use --device cpu"):
         inputs.prepared(stats, Short(gptq.prepare, 1, 2))
-    asked = calibrated.Inputs(statistics(Folder(llama), data(), low_memory=True), None, lambda _: torch.empty(0))
+    asked = inputs_module.Inputs(statistics(Folder(llama), data(), low_memory=True), None, lambda _: torch.empty(0))
     stats = asked.stats("model.layers.1.self_attn.q_proj")
     assert stats is not None
     with pytest.raises(QuantryError, match="no room for block 1"):
@@ -119,7 +119,7 @@ def test_no_room_in_the_low_memory_mode_either(llama: Path, tmp_path: Path) -> N
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory(llama: Path) -> None:
-    inputs = calibrated.Inputs(statistics(Folder(llama), data()), None, lambda _: torch.empty(0))
+    inputs = inputs_module.Inputs(statistics(Folder(llama), data()), None, lambda _: torch.empty(0))
     stats = inputs.stats("model.layers.0.self_attn.q_proj")
     assert stats is not None
 
@@ -150,7 +150,7 @@ def test_a_sequential_job_goes_on_too(
     assert light.inputs.notes() == ()
     job = Job(llama, tmp_path / "work", "w4a16-gptq", group=32)
     if where == "collect":
-        monkeypatch.setattr(calibrated, "collect", Short(collect, 3))
+        monkeypatch.setattr(inputs_module, "collect", Short(collect, 3))
     elif where == "prepare":
         monkeypatch.setattr(gptq, "prepare", Short(gptq.prepare, 10))  # there are four inputs in each block
     elif where == "half way":  # each block runs twice on three batches
@@ -183,7 +183,7 @@ def decoded(job: Job) -> Tensor:
 
 def test_a_resumed_job_remembers_that_there_was_no_room(llama: Path, tmp_path: Path) -> None:
     first = Job(llama, tmp_path / "work", "w4a16-gptq", group=32)
-    first.inputs._find(calibrated.LOW, 1)
+    first.inputs._find(inputs_module.LOW, 1)
     again = Job(llama, tmp_path / "work", "w4a16-gptq", group=32)
     assert again.inputs._low_memory
     expected = Job(llama, tmp_path / "light", "w4a16-gptq", group=32, low_memory=True).run()

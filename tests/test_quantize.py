@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from safetensors.torch import load_file, save_file
 
 import quantry
 from killed_jobs import contents, kill_and_resume
-from quantry import registry
+from quantry import makers, registry
 from quantry.arch.linears import fused_name, shared_name
 from quantry.checkpoint import open_checkpoint
 from quantry.checkpoint.reader import demo_folder
 from quantry.errors import QuantryError
 from quantry.numerics.grids import dequantize
+from quantry.pieces import Piece
 from quantry.recipe import presets
 from quantry.types import Scheme
 from test_cli import run
@@ -442,3 +444,24 @@ def test_what_engines_fuse() -> None:
         shared_name(names["model.layers.0.mlp.experts.7.up_proj"]) == "model.layers.0.mlp.experts.*.gate_proj+up_proj"
     )
     assert shared_name(names["model.layers.0.self_attn.o_proj"]) == "model.layers.0.self_attn.o_proj"
+
+
+def test_a_device_without_room_is_named(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line, and what is written so far stays for the next run."""
+    whole = makers.Quantizer.make
+    calls: list[Piece] = []
+
+    def short(self: makers.Quantizer, piece: Piece) -> Iterator[tuple[str, torch.Tensor]]:
+        calls.append(piece)
+        if len(calls) == 9:
+            raise torch.OutOfMemoryError("no room")
+        yield from whole(self, piece)
+
+    monkeypatch.setattr(makers.Quantizer, "make", short)
+    with pytest.raises(QuantryError, match=r"the device has no room for model\..*--device cpu"):
+        quantry.quantize(llama, tmp_path / "out", preset="w4a16")
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(makers.Quantizer, "make", whole)
+    quantry.quantize(llama, tmp_path / "out", preset="w4a16")
+    quantry.quantize(llama, tmp_path / "again", preset="w4a16")
+    assert contents(tmp_path / "out") == contents(tmp_path / "again")

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from quantry import calibrated, gguf_file, registry
+from quantry import inputs as inputs_module
 from quantry.anatomy import dissect
 from quantry.arch.linears import Linear
 from quantry.arch.parts import decoder_block
@@ -58,7 +59,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Spy(calibrated.Inputs):
+class Spy(inputs_module.Inputs):
     """Inputs that take note of what they tell and of what they are told."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -234,7 +235,9 @@ def test_parts_of_stacks_are_put_back_where_they_were() -> None:
         for expert in range(3)
         for rows in ((0, 4), (4, 8))
     ]
-    stored = calibrated._Stored({0: frozenset({(one.source, one.expert, one.rows) for one in flipped})}, torch.float32)
+    stored = inputs_module._Stored(
+        {0: frozenset({(one.source, one.expert, one.rows) for one in flipped})}, torch.float32
+    )
     for number, one in enumerate(flipped):
         assert stored.lacks(0)
         stored.add(0, one, torch.full((4, 6), float(number)), lambda _: whole)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import quantry
-from quantry import calibrated, recipe
+from quantry import inputs, recipe
 from quantry.calibrate import distillation
 from quantry.calibrate.cache import Statistics
 from quantry.calibrate.passage import Passage
@@ -23,7 +23,7 @@ from quantry.calibrate.passage import Passage
 
 def main(job: dict[str, Any]) -> None:
     calibration, training = Clock(), Clock()
-    for owner, name in ((Statistics, "observed"), (Passage, "block"), (calibrated, "collect")):
+    for owner, name in ((Statistics, "observed"), (Passage, "block"), (inputs, "collect")):
         setattr(owner, name, calibration.timed(getattr(owner, name)))
     distillation.distil = training.timed(distillation.distil)
     options = dict(job["options"])

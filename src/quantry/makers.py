@@ -41,7 +41,7 @@ class Maker(Protocol):
 
 
 class Inputs(Protocol):
-    """What calibration knows of the layers' inputs (calibrated.py); best asked for block after block."""
+    """What calibration knows of the layers' inputs (inputs.py); best asked for block after block."""
 
     def stats(self, name: str, expert: int | None = None) -> Stats | None:
         """The statistics of what a module, a tensor or an expert in it is given; nothing outside of blocks."""

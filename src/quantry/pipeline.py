@@ -22,7 +22,7 @@ from quantry.checkpoint.reader import local_folder, open_checkpoint
 from quantry.checkpoint.weights import MappedWeights, as_bytes
 from quantry.checkpoint.workspace import Finished, Workspace, check_room, check_target, workspace
 from quantry.checkpoint.writer import Entry, ShardWriter, nbytes
-from quantry.errors import CheckpointError, OutputError, RecipeError
+from quantry.errors import CheckpointError, OutputError, QuantryError, RecipeError
 from quantry.folder import SafetensorsFolder, small_files
 from quantry.formats.gguf import NAME as GGUF
 from quantry.llamacpp import importance
@@ -326,7 +326,7 @@ def _write_pieces(writer: ShardWriter, pieces: list[Piece], maker: Maker) -> Ite
             if whole >= 0:
                 writer.skip(len(piece.entries))
             else:
-                for stored, tensor in maker.make(piece):
+                for stored, tensor in _made(maker, piece):
                     pending.append(disk.submit(_write, writer, stored, tensor))
                     while len(pending) > 2:
                         pending.pop(0).result()
@@ -334,6 +334,16 @@ def _write_pieces(writer: ShardWriter, pieces: list[Piece], maker: Maker) -> Ite
             yield piece
         for future in pending:
             future.result()
+
+
+def _made(maker: Maker, piece: Piece) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a piece, or a word on what a device has no room for; what is written so far stays."""
+    try:
+        yield from maker.make(piece)
+    except torch.OutOfMemoryError as error:
+        raise QuantryError(
+            f"the device has no room for {piece.name}", fix="use --low-memory if it is calibrated, or --device cpu"
+        ) from error
 
 
 def _write(writer: ShardWriter, name: str, tensor: Tensor) -> None:

@@ -318,12 +318,7 @@ def _open_folder(path: Path) -> _Source:
 
 
 def _open_saved(path: Path) -> _Source:
-    try:
-        datasets: Any = import_module("datasets")
-    except ImportError as error:
-        raise QuantryError(
-            f"{path} needs the datasets library, which is not installed", fix="pip install datasets, or give JSON lines"
-        ) from error
+    datasets = _library("datasets", str(path))
     try:
         found: Any = datasets.load_from_disk(str(path))
     except Exception as error:  # of many libraries
@@ -334,18 +329,24 @@ def _open_saved(path: Path) -> _Source:
 
 
 def _open_parquet(tables: Sequence[Path], name: str) -> _Source:
-    try:
-        arrow: Any = import_module("pyarrow")
-        parquet: Any = import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise QuantryError(
-            f"{name} needs the pyarrow library, which is not installed", fix="pip install pyarrow, or give JSON lines"
-        ) from error
+    arrow, parquet = _library("pyarrow", name), _library("pyarrow.parquet", name)
     try:
         table: Any = arrow.concat_tables([parquet.read_table(path) for path in tables])
     except Exception as error:  # of many libraries
         raise _unreadable(tables[0], error, "write the file again") from error
     return _Source(name, "parquet", table.num_rows, lambda row: table.slice(row, 1).to_pylist()[0])
+
+
+def _library(module: str, wanted_by: str) -> Any:
+    """A library that only some kinds of data need."""
+    name = module.partition(".")[0]
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise QuantryError(
+            f"{wanted_by} needs the {name} library, which is not installed",
+            fix=f"pip install {name}, or give JSON lines",
+        ) from error
 
 
 def _unreadable(path: Path, error: Exception, fix: str) -> QuantryError:
