@@ -43,6 +43,7 @@ from quantry.types import Activation
 
 Progress = Callable[[int, int, str], None]  # blocks done, blocks in all, the block in hand
 Seen = Callable[[str, int | None, Tensor], Tensor | None]
+Made = Callable[[str, int | None, Tensor, Tensor], None]
 Place = tuple[str, int | None]  # a linear layer as LinearInputs names it: a parameter, and the number in a stack
 
 UNUSED = frozenset({"vision tower", "audio tower", "projector"})  # parts that text does not go through
@@ -129,6 +130,27 @@ class LinearInputs(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class LinearOutputs(TorchFunctionMode):
+    """Shows the input and the output of every linear layer of a module: made(name, expert, inputs, output).
+
+    Names and numbers are those of LinearInputs. Active inside a `with`.
+    """
+
+    def __init__(self, module: nn.Module, prefix: str, made: Made) -> None:
+        super().__init__()
+        self._names, self._made = _places(module, prefix), made
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if func is nn.functional.linear:
+            inputs, weight, *_ = [*args, *(kwargs[name] for name in ("input", "weight") if name in kwargs)]
+            place = self._names.get(weight.data_ptr())
+            if place is not None:
+                self._made(*place, inputs, output)
+        return output
+
+
 def _places(module: nn.Module, prefix: str) -> dict[int, Place]:
     """Where each matrix of a module lies: the name of its parameter and, in a stack, its number."""
     found: dict[int, Place] = {}
@@ -152,7 +174,7 @@ class _Call:
 
 
 @dataclass(slots=True)
-class _Batch:
+class Batch:
     """Windows of one length that run together."""
 
     windows: tuple[int, ...]
@@ -199,14 +221,18 @@ class Block:
         self.advanced = True
         self._walk.reached = self.index + 1
 
-    @torch.no_grad()
-    def _output(self, batch: _Batch, quantized_inputs: AbstractContextManager[Any]) -> Tensor:
-        call, skeleton = batch.calls[self.index], self.skeleton
-        with quantized_inputs:
-            given = self.module(batch.hidden.to(skeleton.device), *call.args, **call.kwargs)
+    def apply(self, batch: Batch, hidden: Tensor) -> Tensor:
+        """What the block makes of hidden states of a batch, on the device; gradients go through if they are on."""
+        call = batch.calls[self.index]
+        given = self.module(hidden, *call.args, **call.kwargs)
         output: Tensor = given[0] if isinstance(given, tuple) else given
-        _check_finite(output, self.name, skeleton.dtype)
+        _check_finite(output, self.name, self.skeleton.dtype)
         return output
+
+    @torch.no_grad()
+    def _output(self, batch: Batch, quantized_inputs: AbstractContextManager[Any]) -> Tensor:
+        with quantized_inputs:
+            return self.apply(batch, batch.hidden.to(self.skeleton.device))
 
 
 class Walk:
@@ -230,7 +256,7 @@ class Walk:
         sparing: bool = False,
     ) -> None:
         self.skeleton = _Skeleton(source, torch.device(device), dtype)
-        self.batches: list[_Batch] = []
+        self.batches: list[Batch] = []
         self.reached: int | None = None
         self._size, self._memory, self._scratch, self._home = batch, memory, scratch, CPU
         self._sparing = sparing
@@ -251,38 +277,37 @@ class Walk:
         self._embed(hidden)
         self.reached = start
         for index in range(start, self.count):
-            name = f"{self.skeleton.stack}.{index}"
-            keys = self.skeleton.inside(name)
-            self.skeleton.load(keys)
-            block = Block(self, index, name, self.skeleton.layers[index])
-            try:
+            with self.block(index) as block:
                 yield block
                 if not block.advanced:
                     block.advance()
-                self.skeleton.check_simulated(name)
-            finally:
-                self.skeleton.free(keys)
+                self.skeleton.check_simulated(block.name)
+
+    @contextmanager
+    def block(self, index: int) -> Iterator[Block]:
+        """A block with its weights for a while, whatever hidden states are there; `blocks` has made the batches."""
+        name = f"{self.skeleton.stack}.{index}"
+        with self.skeleton.loaded(self.skeleton.inside(name)):
+            yield Block(self, index, name, self.skeleton.layers[index])
 
     def logits(self) -> Iterator[tuple[int, Tensor]]:
         """The logits of each window, (tokens, vocabulary) in float32 on the device, in the order of the windows."""
-        keys = self.skeleton.outside - self.skeleton.embedding
         rows = {window: (batch, row) for batch in self.batches for row, window in enumerate(batch.windows)}
-        self.skeleton.load(keys)
-        quantized_inputs = self.skeleton.quantized_inputs(self.skeleton.model, "")
-        try:
+        with self.skeleton.loaded(self.skeleton.after):
+            quantized_inputs = self.skeleton.quantized_inputs(self.skeleton.model, "")
             for window in sorted(rows):
                 batch, row = rows[window]
                 tokens, hidden = batch.tokens[row : row + 1], batch.hidden[row : row + 1]
-                yield window, self.skeleton.tail(tokens, hidden, quantized_inputs)
-        finally:
-            self.skeleton.free(keys)
+                with torch.no_grad():
+                    found = self.skeleton.tail(tokens, hidden, quantized_inputs)
+                yield window, found
 
     def hidden(self) -> list[Tensor]:
         """The hidden states (tokens, channels) of each window, in the order of the windows."""
         rows = {window: batch.hidden[row] for batch in self.batches for row, window in enumerate(batch.windows)}
         return [rows[window] for window in sorted(rows)]
 
-    def keep(self, batch: _Batch, hidden: Tensor) -> None:
+    def keep(self, batch: Batch, hidden: Tensor) -> None:
         """Puts the hidden states of a batch where they stay until they are used."""
         if batch.spilled:
             batch.hidden.copy_(hidden)
@@ -297,7 +322,7 @@ class Walk:
         self._home = device if roomy else CPU
         if self._memory is None or size <= self._memory or self._home != CPU:
             return
-        room, start = _mapped(tokens * channels, first.dtype, self._scratch).view(tokens, channels), 0
+        room, start = mapped(tokens * channels, first.dtype, self._scratch).view(tokens, channels), 0
         for batch in self.batches:
             part = room[start : start + batch.tokens.numel()]
             batch.hidden, batch.spilled = part.view(*batch.tokens.shape, channels), True
@@ -305,18 +330,16 @@ class Walk:
 
     def _embed(self, later: Sequence[Tensor] | None) -> None:
         """The hidden states before the first block or `later` ones, and what each block will be given with them."""
-        keys = self.skeleton.outside - self.skeleton.head
-        self.skeleton.load(keys)
         known: dict[tuple[int, ...], tuple[_Call, ...]] = {}
-        for batch in self.batches:
-            hidden, calls = self.skeleton.head_start(batch.tokens)
-            if not known:
-                self._settle(hidden)
-            self.keep(batch, hidden if later is None else torch.stack([later[window] for window in batch.windows]))
-            shape = tuple(batch.tokens.shape)
-            batch.calls = known[shape] if shape in known and _same(known[shape], calls) else calls
-            known.setdefault(shape, batch.calls)
-        self.skeleton.free(keys)
+        with self.skeleton.loaded(self.skeleton.before), torch.no_grad():
+            for batch in self.batches:
+                hidden, calls = self.skeleton.head_start(batch.tokens)
+                if not known:
+                    self._settle(hidden)
+                self.keep(batch, hidden if later is None else torch.stack([later[window] for window in batch.windows]))
+                shape = tuple(batch.tokens.shape)
+                batch.calls = known[shape] if shape in known and _same(known[shape], calls) else calls
+                known.setdefault(shape, batch.calls)
 
 
 class _Traced(Exception):  # noqa: N818 - not an error: the last block has been reached
@@ -343,6 +366,25 @@ class _Skeleton:
         self.activations = self._activations()
         self._simulated: set[str] = set()
         self._gives: Callable[[Tensor], Any] = _alone  # what the model expects of a block
+
+    @property
+    def before(self) -> frozenset[str]:
+        """The weights that are used before the first block."""
+        return self.outside - self.head
+
+    @property
+    def after(self) -> frozenset[str]:
+        """The weights that are used after the last block."""
+        return self.outside - self.embedding
+
+    @contextmanager
+    def loaded(self, keys: frozenset[str]) -> Iterator[None]:
+        """Weights that are in place for a while."""
+        self.load(keys)
+        try:
+            yield
+        finally:
+            self.free(keys)
 
     def inside(self, module: str) -> frozenset[str]:
         """The weights of a module."""
@@ -379,7 +421,6 @@ class _Skeleton:
             empty = torch.empty_like(weight, device="meta")
             self._place(key, nn.Parameter(empty, False) if isinstance(weight, nn.Parameter) else empty)
 
-    @torch.no_grad()
     def head_start(self, tokens: Tensor) -> tuple[Tensor, tuple[_Call, ...]]:
         """The hidden states of (windows, tokens) before the first block, and what each block is given with them."""
         for self._gives in (_alone, _in_tuple):
@@ -406,7 +447,6 @@ class _Skeleton:
             self.model(input_ids=tokens.to(self.device), use_cache=False)
         return states, calls
 
-    @torch.no_grad()
     def tail(self, tokens: Tensor, hidden: Tensor, quantized_inputs: AbstractContextManager[Any]) -> Tensor:
         """The logits of one window from what its last block gave."""
         hidden = hidden.to(self.device)
@@ -557,7 +597,7 @@ def _stack(model: Any) -> tuple[str, nn.ModuleList]:
     raise QuantryError(f"{type(model).__name__} has no stack of {count} decoder blocks", fix=OTHER)
 
 
-def _batches(windows: Sequence[Sequence[int]], size: int, rows: int) -> list[_Batch]:
+def _batches(windows: Sequence[Sequence[int]], size: int, rows: int) -> list[Batch]:
     """Windows of the same length, some at a time."""
     lengths: dict[int, list[int]] = {}
     for index, tokens in enumerate(windows):
@@ -566,10 +606,10 @@ def _batches(windows: Sequence[Sequence[int]], size: int, rows: int) -> list[_Ba
             raise QuantryError(f"window {index} has {what}", fix="use the tokenizer that belongs to the model")
         lengths.setdefault(len(tokens), []).append(index)
     cut = [same[start : start + size] for same in lengths.values() for start in range(0, len(same), size)]
-    return [_Batch(tuple(indices), torch.tensor([list(windows[index]) for index in indices])) for indices in cut]
+    return [Batch(tuple(indices), torch.tensor([list(windows[index]) for index in indices])) for indices in cut]
 
 
-def _mapped(count: int, dtype: torch.dtype, folder: Path | None) -> Tensor:
+def mapped(count: int, dtype: torch.dtype, folder: Path | None) -> Tensor:
     """Room for so many values in a file without a name; all of it is taken now, so that writing cannot fail later."""
     size = count * dtype.itemsize
     try:

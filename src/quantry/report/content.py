@@ -1,0 +1,243 @@
+"""What a report says, as plain data: the names of the fields are the JSON names.
+
+Everything is checked here, once, so that drawing need not: a number that is none or a share above 1 is refused with its
+place, whether it comes from a program or from a file.
+"""
+
+import json
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from math import isfinite
+from typing import Any, Literal
+
+from quantry.errors import QuantryError
+
+Interval = tuple[float, float]
+BlockMap = Mapping[str, Mapping[str, float]]  # block -> module -> value; a module that a block lacks is left out
+
+LARGEST = 1 << 60  # bytes; more is a slip of the pen, and no axis shows it
+FILES = 500  # of one report: beyond, nobody reads a plot
+PARTS = 24  # of memory
+CELLS = 50_000  # of one map: engines fuse experts, and the largest models have some 2,000
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One file: its size, and what it lost."""
+
+    name: str
+    bytes: int
+    bits_per_weight: float | None = None
+    kl: float | None = None  # decoded from its bytes
+    kl_interval: Interval | None = None
+    served_kl: float | None = None  # by its engine
+    served_kl_interval: Interval | None = None
+    top1: float | None = None
+    top1_interval: Interval | None = None
+    perplexity: float | None = None
+    perplexity_interval: Interval | None = None
+    peer: bool = False  # made by another tool
+    chosen: bool = False  # the one that the report is about
+
+    def __post_init__(self) -> None:
+        _text(self.name, "the name of a row")
+        where = f"{self.name[:60]!r}"
+        _count(self.bytes, f"bytes of {where}")
+        for name in ("bits_per_weight", "kl", "served_kl", "top1", "perplexity"):
+            if (value := getattr(self, name)) is not None:
+                _number(value, f"{name} of {where}")
+        for name in ("kl", "served_kl", "top1", "perplexity"):
+            _interval(getattr(self, f"{name}_interval"), getattr(self, name), f"{name}_interval of {where}")
+        if self.top1 is not None and not 0 <= self.top1 <= 1:
+            raise _wrong(f"top1 of {where} is {self.top1}, not between 0 and 1", "give it as a share, 0.93 for 93 %")
+        if self.perplexity is not None and self.perplexity < 1:
+            raise _wrong(f"perplexity of {where} is {self.perplexity}, below 1", "give exp(mean loss), not the loss")
+
+    @property
+    def judged(self) -> float | None:
+        """The KL that counts: as served, where an engine was asked."""
+        return self.kl if self.served_kl is None else self.served_kl
+
+    @property
+    def judged_interval(self) -> Interval | None:
+        return self.kl_interval if self.served_kl is None else self.served_kl_interval
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes by part (weights, kv_cache, activations, overhead, ...) beside what the device has."""
+
+    predicted: Mapping[str, int] = field(default_factory=dict)
+    measured: Mapping[str, int] = field(default_factory=dict)
+    capacity: int | None = None
+    device: str = ""
+
+    def __post_init__(self) -> None:
+        for side, parts in (("predicted", self.predicted), ("measured", self.measured)):
+            pairs = _pairs(parts, f"memory.{side}")
+            if len(pairs) > PARTS:
+                raise _wrong(f"memory.{side} has {len(pairs)} parts, more than {PARTS}", "sum some of them up")
+            for name, value in pairs:
+                _count(value, f"{name[:60]!r} of memory.{side}")
+        if self.capacity is not None:
+            _count(self.capacity, "memory.capacity")
+        _text(self.device, "memory.device")
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """All that a page may show. A date is shown only where one is given: the same job gives the same bytes."""
+
+    title: str
+    model: str = ""
+    date: str = ""
+    rows: tuple[Row, ...] = ()
+    noise_floor: float | None = None  # the KL of the 16-bit model against itself in 16-bit arithmetic
+    reference_perplexity: float | None = None
+    gate: str = ""
+    verdict: Literal["", "pass", "fail"] = ""
+    findings: tuple[Mapping[str, Any], ...] = ()  # as a proof has them: words, ok, warning, fix
+    sensitivity: BlockMap = field(default_factory=dict)  # predicted damage
+    outliers: BlockMap = field(default_factory=dict)  # the largest channel over the median one
+    bits: BlockMap = field(default_factory=dict)  # bits a weight that were chosen
+    memory: Memory | None = None
+    serve: str = ""  # the command
+    notes: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)  # recipe, hashes, calibration text
+
+    def __post_init__(self) -> None:
+        for name in ("title", "model", "date", "gate", "serve"):
+            _text(getattr(self, name), name)
+        for name in ("noise_floor", "reference_perplexity"):
+            if (value := getattr(self, name)) is not None:
+                _number(value, name)
+        if len(self.rows) > FILES:
+            raise _wrong(f"a report of {len(self.rows)} rows, more than {FILES}", "leave some out")
+        if self.verdict not in ("", "pass", "fail"):
+            raise _wrong(f"the verdict is {self.verdict!r}", "give pass, fail or nothing")
+        for name in ("sensitivity", "outliers", "bits"):
+            _check_map(getattr(self, name), name)
+        for name in ("versions", "provenance"):
+            _pairs(getattr(self, name), name)
+        for finding in self.findings:
+            _pairs(finding, "a finding")
+        for note in self.notes:
+            _text(note, "a note")
+
+    @property
+    def chosen(self) -> Row | None:
+        """The row that the report is about: the one marked, or the only one of ours."""
+        ours = [row for row in self.rows if not row.peer]
+        marked = [row for row in self.rows if row.chosen]
+        return marked[0] if marked else ours[0] if len(ours) == 1 else None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Content":
+        """The content that `to_json` wrote, or another program in the same words."""
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise _wrong(
+                f"the content of a report is not JSON ({str(error)[:80]})", "give the file as written"
+            ) from error
+        given = _known(found, cls, "a report")
+        if "title" not in given:
+            raise _wrong("a report has no title", 'add "title"')
+        rows = tuple(_row(row) for row in _items(given.get("rows", ()), "rows"))
+        memory = given.get("memory")
+        sequences = {name: tuple(_items(given.get(name, ()), name)) for name in ("findings", "notes")}
+        kept = None if memory is None else Memory(**_known(memory, Memory, "memory"))
+        return cls(**{**given, **sequences, "rows": rows, "memory": kept})
+
+
+def plain(text: str) -> str:
+    """Text that every page and picture can hold: control characters and halves of surrogate pairs replaced."""
+    return "".join(
+        "\ufffd" if unicodedata.category(char) in ("Cc", "Cs") and char not in "\n\t" else char for char in text
+    )
+
+
+def modules_of(found: BlockMap) -> tuple[str, ...]:
+    """The modules of all blocks, in the order in which they are met."""
+    return tuple(dict.fromkeys(module for block in found.values() for module in block))
+
+
+def _row(found: Any) -> Row:
+    given = _known(found, Row, "a row")
+    for name in ("name", "bytes"):
+        if name not in given:
+            raise _wrong(f"a row of the report has no {name}", f'add "{name}"')
+    spans = {
+        name: tuple(value) for name, value in given.items() if name.endswith("_interval") and isinstance(value, list)
+    }
+    return Row(**{**given, **spans})
+
+
+def _known(found: Any, kind: type[Any], where: str) -> dict[str, Any]:
+    names = {known.name for known in fields(kind)}
+    pairs = dict(_pairs(found, where))
+    odd = next((name for name in pairs if name not in names), None)
+    if odd is not None:
+        raise _wrong(f"{where} has no {odd[:60]!r}", f"known are {', '.join(sorted(names))}")
+    return pairs
+
+
+def _pairs(found: Any, where: str) -> list[tuple[str, Any]]:
+    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+        raise _wrong(f"{where} is {type(found).__name__}, not names with values", "give an object with text as names")
+    return list(found.items())
+
+
+def _items(found: Any, where: str) -> Sequence[Any]:
+    if isinstance(found, str) or not isinstance(found, Sequence):
+        raise _wrong(f"{where} is {type(found).__name__}, not a list", "give a list")
+    return found
+
+
+def _check_map(found: BlockMap, name: str) -> None:
+    cells = 0
+    for block, modules in _pairs(found, name):
+        for module, value in _pairs(modules, f"{name} of block {block[:60]!r}"):
+            _number(value, f"{name} of {block[:60]!r}, {module[:60]!r}")
+            if value < 0:
+                raise _wrong(f"{name} of {block[:60]!r}, {module[:60]!r} is {value}, below 0", "give 0 or more")
+            cells += 1
+    if cells > CELLS:
+        raise _wrong(f"{name} has {cells:,} cells, more than {CELLS:,}", "join the experts of a block into one module")
+
+
+def _number(value: Any, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
+        raise _wrong(f"{where} is {str(value)[:40]!r}, not a finite number", "leave out what was not measured")
+
+
+def _count(value: Any, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST:
+        raise _wrong(f"{where} is {str(value)[:40]!r}, not bytes from 0 to 2^60", "give a whole number of bytes")
+
+
+def _interval(span: Any, value: Any, where: str) -> None:
+    if span is None:
+        return
+    if not isinstance(span, tuple) or len(span) != 2:
+        raise _wrong(f"{where} is {str(span)[:40]!r}, not two numbers", "give the lower and the upper bound")
+    for bound in span:
+        _number(bound, where)
+    if value is None:
+        raise _wrong(f"{where} is without its value", "give both or neither")
+    if not span[0] <= span[1]:
+        raise _wrong(f"{where} is from {span[0]} to {span[1]}", "give the lower bound first")
+
+
+def _text(value: Any, where: str) -> None:
+    if not isinstance(value, str):
+        raise _wrong(f"{where} is {type(value).__name__}, not text", "give text")
+
+
+def _wrong(problem: str, fix: str) -> QuantryError:
+    return QuantryError(problem, fix=fix)
