@@ -18,17 +18,17 @@ from quantry import walk
 from quantry.budget import solve
 from quantry.calibrate.cache import statistics
 from quantry.calibrate.data import load
-from quantry.calibrated import arithmetic
 from quantry.checkpoint.reader import demo_folder, open_checkpoint
 from quantry.checkpoint.weights import PlainWeights
 from quantry.cli import app
+from quantry.compute import arithmetic
 from quantry.errors import CheckpointError, QuantryError, RecipeError, UnknownNameError
 from quantry.formats import gguf
+from quantry.harm import Layer, Sensitivity, sensitivity
 from quantry.llamacpp.targets import targets
 from quantry.makers import matrix
 from quantry.pipeline import quantize
 from quantry.rounders import gptq
-from quantry.sensitivity import Layer, Sensitivity, sensitivity
 from quantry.tokenizing import load_tokenizer
 from tiny_models import write_model
 
@@ -227,7 +227,7 @@ def test_layers_of_a_folder_are_what_vllm_runs_as_one(mixture: Path) -> None:
 
 def test_rounding_inputs_counts(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only FP8 comes with rounded inputs, which harm about as much as its weights."""
-    monkeypatch.setattr("quantry.sensitivity.FP8_NOISE", 0.0)
+    monkeypatch.setattr("quantry.harm.FP8_NOISE", 0.0)
     without = sensitivity(mixture, format="compressed-tensors", **SMALL)
     for one, other in zip(folder_sensitivity(mixture).layers, without.layers, strict=True):
         for way, plain in zip(one.candidates, other.candidates, strict=True):
@@ -277,7 +277,7 @@ def test_the_same_again(demo: Sensitivity) -> None:
 
 def test_an_expert_counts_by_its_tokens(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If no gradient came to any expert, storing them would cost nothing."""
-    from quantry import sensitivity as module
+    from quantry import harm as module
 
     real = module._fisher
 

@@ -7,6 +7,7 @@ from quantry.arch.attention import block_count, context_length, kv_layers
 from quantry.arch.parts import ORDER, part_of
 from quantry.checkpoint import open_checkpoint
 from quantry.checkpoint.packed import quantization, weights_of
+from quantry.errors import CheckpointError
 from quantry.types import Anatomy, Checkpoint, Part
 
 
@@ -69,3 +70,19 @@ def _tied_head(checkpoint: Checkpoint, parts: tuple[Part, ...]) -> bool:
         return all(part.name != "head" for part in parts)
     tied = checkpoint.config.get("tie_word_embeddings")
     return bool(tied) if tied is not None else all(part.name != "head" for part in parts)
+
+
+def sixteen_bit(checkpoint: Checkpoint) -> Anatomy:
+    """The anatomy of a checkpoint that can be quantized."""
+    if checkpoint.format == "gguf":
+        raise CheckpointError(
+            f"{checkpoint.source} is a GGUF file",
+            fix="quantize the safetensors it was made from, or turn it back with quantry convert --to bf16",
+        )
+    anatomy = dissect(checkpoint)
+    if anatomy.quantization:
+        raise CheckpointError(
+            f"{checkpoint.source} is already quantized ({anatomy.quantization.method})",
+            fix="quantize the 16-bit original, or use quantry convert",
+        )
+    return anatomy

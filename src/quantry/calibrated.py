@@ -20,6 +20,7 @@ from quantry.calibrate.doctor import diagnose
 from quantry.checkpoint.reader import open_checkpoint, small_folder
 from quantry.checkpoint.weights import DTYPES as STORED
 from quantry.checkpoint.weights import PlainWeights
+from quantry.compute import arithmetic
 from quantry.errors import CheckpointError, QuantryError, RecipeError
 from quantry.inputs import SEED, Inputs, Layer, tensor_of
 from quantry.llamacpp.targets import Source
@@ -178,12 +179,3 @@ def _layers(division: Division, blocks: int) -> dict[int, frozenset[Layer]]:
             if index is not None:
                 found.setdefault(index, set()).add((tensor_of(part), part.expert, part.rows))
     return {index: frozenset(layers) for index, layers in found.items()}
-
-
-def arithmetic(device: torch.device) -> torch.dtype:
-    """What blocks are run in: bfloat16 where it is multiplied fast. Gram matrices are summed in float32 all the same.
-
-    A CPU that only knows float32 gives statistics that differ in the third digit, and so other bytes.
-    """
-    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.float32 if device.type == "cpu" and not fast else torch.bfloat16

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from quantry import __version__, card, gguf_file, registry
-from quantry.anatomy import dissect
+from quantry.anatomy import sixteen_bit
 from quantry.checkpoint.reader import local_folder, open_checkpoint
 from quantry.checkpoint.weights import MappedWeights, as_bytes
 from quantry.checkpoint.workspace import Finished, Workspace, check_room, check_target, workspace
 from quantry.checkpoint.writer import Entry, ShardWriter, nbytes
+from quantry.compute import device as computing
 from quantry.errors import CheckpointError, OutputError, QuantryError, RecipeError
 from quantry.folder import SafetensorsFolder, small_files
 from quantry.formats.gguf import NAME as GGUF
@@ -82,9 +83,9 @@ def quantize(
             f"{out} ends in .gguf, and the output is a folder",
             fix="give a folder; the file in it is named by the model",
         )
-    compute = _device(device)
+    where = computing(device)
     checkpoint = open_checkpoint(model)
-    anatomy = _sixteen_bit(checkpoint)
+    anatomy = sixteen_bit(checkpoint)
     weights = _importance(imatrix, steps)
     steps = replace(steps, imatrix=weights.sha256 if weights else AUTO if str(imatrix) == AUTO else None)
     steps = _in_sequence(steps, sequential)
@@ -93,7 +94,7 @@ def quantize(
     else:
         order = _layers(checkpoint, steps, anatomy.blocks, keep_odd, str(model))
     options = {"data": data, "samples": samples, "length": length, "low_memory": low_memory or None}
-    calibrated = _calibrated(checkpoint, steps, anatomy, order.division, compute, options)
+    calibrated = _calibrated(checkpoint, steps, anatomy, order.division, where, options)
     if calibrated:
         steps = replace(steps, calibration=calibrated.record)
         order = order._replace(division=calibrated.marked(order.division))
@@ -107,7 +108,7 @@ def quantize(
     folder = local_folder(model)  # everything that can be refused has been, before a model is downloaded
     if open_checkpoint(folder).tensors != checkpoint.tensors:
         raise CheckpointError(f"{model} changed between its headers and its download", fix="run the command again")
-    reader = Reader(checkpoint, MappedWeights(folder), compute)
+    reader = Reader(checkpoint, MappedWeights(folder), where)
     walking = _Walking(progress, order.division.bytes)
     inputs = calibrated.inputs(folder, reader.whole, walking.blocks) if calibrated else None
     if inputs and steps.imatrix == AUTO:
@@ -116,7 +117,7 @@ def quantize(
         order = _gguf(checkpoint, steps, weights, file)
     container = order.container(folder)
     size = shard_bytes or container.shard_bytes
-    job = Job(checkpoint, folder, steps, order.division, planned, container, size, compute.type, inputs, anatomy.blocks)
+    job = Job(checkpoint, folder, steps, order.division, planned, container, size, where.type, inputs, anatomy.blocks)
     return write(job, order.maker(reader, inputs), walking.bytes if progress else None)
 
 
@@ -351,22 +352,6 @@ def _write(writer: ShardWriter, name: str, tensor: Tensor) -> None:
     writer.write(name, as_bytes(tensor))
 
 
-def _sixteen_bit(checkpoint: Checkpoint) -> Anatomy:
-    """The anatomy of a checkpoint that can be quantized."""
-    if checkpoint.format == "gguf":
-        raise CheckpointError(
-            f"{checkpoint.source} is a GGUF file",
-            fix="quantize the safetensors it was made from, or turn it back with quantry convert --to bf16",
-        )
-    anatomy = dissect(checkpoint)
-    if anatomy.quantization:
-        raise CheckpointError(
-            f"{checkpoint.source} is already quantized ({anatomy.quantization.method})",
-            fix="quantize the 16-bit original, or use quantry convert",
-        )
-    return anatomy
-
-
 def _identity(job: Job) -> dict[str, Any]:
     """What makes two runs the same job."""
     sources = sorted({tensor.file for tensor in job.checkpoint.tensors})
@@ -379,18 +364,6 @@ def _identity(job: Job) -> dict[str, Any]:
         "device": job.device,
         "tensors": [list(entry[:2]) for piece in job.division.pieces for entry in piece.entries],
     }
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise RecipeError(
-            f"device {name!r} cannot be used ({reason})", fix="use cpu, or cuda on a machine with a GPU"
-        ) from error
-    return device
 
 
 def _entries(pieces: list[Piece]) -> list[Entry]:

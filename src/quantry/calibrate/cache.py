@@ -187,9 +187,9 @@ class Statistics:
         path, data = self._path(index), _pack(observed)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if not _make_room(self.cache, path.parent, len(data)):
+            if not make_room(self.cache, path.parent, len(data)):
                 return False
-            _write_whole(path, data)
+            write_whole(path, data)
         except OSError:
             return False
         return True
@@ -244,7 +244,7 @@ def _pack(observed: Observed) -> bytes:
         "groups": dict(observed.groups),
         "pools": dict(observed.pools),
         "tokens": {name: stats.tokens for name, stats in observed.stats.items()},
-        "checksum": _checksum(tensors),
+        "checksum": checksum(tensors),
     }
     return bytes(save(tensors, {"quantry": json.dumps(facts)}))
 
@@ -255,7 +255,7 @@ def _load(path: Path, device: torch.device) -> Observed | None:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
             facts: dict[str, Any] = json.loads(file.metadata()["quantry"])
-        if facts["checksum"] != _checksum(tensors):
+        if facts["checksum"] != checksum(tensors):
             return None
         stats = {
             name: _stats(tokens, {part: tensors.get(f"{number}.{part}") for part in PARTS}, device)
@@ -283,14 +283,14 @@ def _stats(tokens: int, parts: Mapping[str, Any], device: torch.device) -> Stats
     return Stats(tokens, *kept, *([] if histogram is None else [histogram.to(device)]))
 
 
-def _checksum(tensors: Mapping[str, Tensor]) -> int:
+def checksum(tensors: Mapping[str, Tensor]) -> int:
     total = 0
     for name in sorted(tensors):
         total = zlib.crc32(as_bytes(tensors[name]), zlib.crc32(name.encode(), total))
     return total
 
 
-def _make_room(store: Store, own: Path, needed: int) -> bool:
+def make_room(store: Store, own: Path, needed: int) -> bool:
     """Whether so many bytes fit, once the stores that were not used for longest have made way."""
     sizes = {folder: _size(folder) for folder in store.folder.iterdir() if folder.is_dir()}
     for folder in sorted(sizes.keys() - {own}, key=lambda one: one.stat().st_mtime if one.exists() else 0):
@@ -311,7 +311,7 @@ def _size(folder: Path) -> int:
     return total
 
 
-def _write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes) -> None:
     """A file that is either whole or not there, under a name of its own until then."""
     descriptor, partial = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".partial", dir=path.parent)
     try:

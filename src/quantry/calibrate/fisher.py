@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from quantry.arch.linears import QUANTIZED_PARTS
 from quantry.arch.parts import part_of
-from quantry.calibrate.cache import Store, _checksum, _make_room, _write_whole
+from quantry.calibrate.cache import Store, checksum, make_room, write_whole
 from quantry.calibrate.passage import MEMORY, Progress
 from quantry.calibrate.statistics import OTHER, add_gram, modules
 from quantry.errors import QuantryError
@@ -327,8 +327,8 @@ def stored(store: Store | None, key: str, compute: Callable[[], Fisher]) -> Fish
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             data = _pack(found)
-            if _make_room(store, path.parent, len(data)):
-                _write_whole(path, data)
+            if make_room(store, path.parent, len(data)):
+                write_whole(path, data)
         except OSError:  # a store that cannot be written to is as good as full
             pass
     return found
@@ -338,7 +338,7 @@ def _pack(found: Fisher) -> bytes:
     parts = {"embedding": found.embedding, "frequency": found.frequency, "head": found.head, "gram": found.gram}
     tensors = {f"output.{number}": rows for number, rows in enumerate(found.outputs.values())} | parts
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    facts = {"tokens": found.tokens, "modules": list(found.outputs), "checksum": _checksum(tensors)}
+    facts = {"tokens": found.tokens, "modules": list(found.outputs), "checksum": checksum(tensors)}
     return bytes(save(tensors, {"quantry": json.dumps(facts)}))
 
 
@@ -348,7 +348,7 @@ def _load(path: Path) -> Fisher | None:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
             facts: dict[str, Any] = json.loads(file.metadata()["quantry"])
-        if facts["checksum"] != _checksum(tensors):
+        if facts["checksum"] != checksum(tensors):
             return None
         outputs = {module: tensors[f"output.{number}"] for number, module in enumerate(facts["modules"])}
         rest = {name: tensors[name] for name in ("embedding", "frequency", "head", "gram")}

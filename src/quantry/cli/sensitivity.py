@@ -8,7 +8,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from quantry.sensitivity import Sensitivity
+    from quantry.harm import Sensitivity
 
 BAR = 24  # characters of the longest bar
 SHOWN = 20  # layers in the table
@@ -32,7 +32,7 @@ def command(
 ) -> None:
     """Predict what each layer would lose in each way to store it, the worst first."""
     from quantry.cli._job import steps
-    from quantry.sensitivity import sensitivity
+    from quantry.harm import sensitivity
 
     with steps(quiet=json) as progress:
         found = sensitivity(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from quantry import gguf_file, registry
-from quantry.anatomy import dissect
+from quantry.anatomy import sixteen_bit
 from quantry.arch.linears import EXPERT, Linear
 from quantry.arch.parts import BLOCK, decoder_block
 from quantry.budget import Item, Option
@@ -32,12 +32,14 @@ from quantry.calibrate.data import LENGTH, SAMPLES, Data, load
 from quantry.calibrate.doctor import diagnose
 from quantry.calibrate.fisher import Fisher, damage, embedding_damage, fisher, input_damage, stored
 from quantry.calibrate.statistics import module_names
-from quantry.calibrated import SEED, arithmetic
 from quantry.checkpoint.reader import local_folder, open_checkpoint, small_folder
 from quantry.checkpoint.weights import DTYPES, MappedWeights, PlainWeights
 from quantry.checkpoint.writer import nbytes
-from quantry.errors import CheckpointError, RecipeError, UnknownNameError
+from quantry.compute import arithmetic
+from quantry.compute import device as computing
+from quantry.errors import CheckpointError, UnknownNameError
 from quantry.formats import gguf
+from quantry.inputs import SEED
 from quantry.llamacpp.mixture import BLOCKS
 from quantry.llamacpp.targets import EMBEDDING, HEAD, Source, Target
 from quantry.makers import Reader, matrix
@@ -173,9 +175,9 @@ def sensitivity(
     if format not in FORMATS:
         raise UnknownNameError(f"unknown format {format!r} to mix", fix=registry.suggest(format, FORMATS))
     rounding = registry.load("quantry.rounders", rounder)
-    compute = _device(device)
+    where = computing(device)
     checkpoint = open_checkpoint(model)
-    anatomy = _sixteen_bit(checkpoint)
+    anatomy = sixteen_bit(checkpoint)
     job = (_gguf if format == "gguf" else _folder)(checkpoint, anatomy.blocks, rounding)
     planned = _chosen(job.layers, grids)
     text = _text(checkpoint, anatomy, data, samples, length)
@@ -184,13 +186,13 @@ def sensitivity(
     seen = statistics(
         PlainWeights(checkpoint, folder),
         text,
-        device=compute,
-        dtype=arithmetic(compute),
-        cache=default_store() if compute.type == "cpu" else None,
+        device=where,
+        dtype=arithmetic(where),
+        cache=default_store() if where.type == "cpu" else None,
         identity=identity(open_checkpoint(folder)),
     )
     matters = _fisher(seen, steps)
-    reader = Reader(checkpoint, MappedWeights(folder), compute)
+    reader = Reader(checkpoint, MappedWeights(folder), where)
     layers = _measured(planned, _Layers(seen, matters, reader, rounding, job.tied), steps)
     return Sensitivity(
         source=str(model),
@@ -210,38 +212,15 @@ def sensitivity(
     )
 
 
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise RecipeError(
-            f"device {name!r} cannot be used ({reason})", fix="use cpu, or cuda on a machine with a GPU"
-        ) from error
-    return device
-
-
-def _sixteen_bit(checkpoint: Checkpoint) -> Anatomy:
-    """The anatomy of a checkpoint that can be quantized and run."""
-    anatomy = dissect(checkpoint)
-    if checkpoint.format == "gguf" or anatomy.quantization:
-        raise CheckpointError(
-            f"{checkpoint.source} is no 16-bit checkpoint, so what it would lose cannot be told",
-            fix="give the safetensors it was made from",
-        )
+def _text(
+    checkpoint: Checkpoint, anatomy: Anatomy, data: str | Path | None, samples: int | None, length: int | None
+) -> Data:
+    """The same text that a calibrated job would read, so that stored statistics serve both."""
     if checkpoint.tokenizer is None:
         raise CheckpointError(
             f"{checkpoint.source} has no tokenizer, without which it cannot be run on text",
             fix="copy its files from the original model",
         )
-    return anatomy
-
-
-def _text(
-    checkpoint: Checkpoint, anatomy: Anatomy, data: str | Path | None, samples: int | None, length: int | None
-) -> Data:
-    """The same text that a calibrated job would read, so that stored statistics serve both."""
     with small_folder(checkpoint, "model") as folder:
         tokenizer = load_tokenizer(folder)
     return load(
