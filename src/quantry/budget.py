@@ -29,10 +29,11 @@ EXAMPLES = 'write 4.5bpw, 6GiB, 5.5GB, 105453920B or "fits RTX 3060 at 8k"'
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The bytes that all stored weights together may take; `words` says what was asked for."""
+    """The bytes that may be taken by the `files` with weights, or by the tensors in them, and what was asked for."""
 
     bytes: int
     words: str
+    files: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Fit:
 
 
 def parse(text: str, *, parameters: int) -> Budget | Fit:
-    """A budget as people write it. GB is 10^9 bytes and GiB 2^30; bpw are bits for each of the `parameters`."""
+    """A budget as people write it. GB is 10^9 bytes and GiB 2^30 of files; bpw, bits for each of the `parameters`."""
     plain = " ".join(text.lower().split())
     if plain.startswith("fit"):
         return _fit(text)
@@ -60,7 +61,7 @@ def parse(text: str, *, parameters: int) -> Budget | Fit:
         )
     if unit == "b" and number.denominator != 1:
         raise RecipeError(f"a budget of {text[:60]!r} is no whole number of bytes", fix=f"write {found[1]}bpw for bits")
-    return Budget(_size(number * UNITS[SPELLED[unit]], text), f"{found[1]} {SPELLED[unit]}")
+    return Budget(_size(number * UNITS[SPELLED[unit]], text), f"{found[1]} {SPELLED[unit]}", files=True)
 
 
 def _size(size: Fraction, text: str) -> int:
@@ -140,11 +141,16 @@ def _check(items: Sequence[Item]) -> None:
                 )
 
 
+def limits(items: Sequence[Item]) -> tuple[int, int]:
+    """The fewest and the most bytes that the options allow."""
+    sizes = [[option.bytes for option in item.options] for item in items]
+    return sum(map(min, sizes)), sum(map(max, sizes))
+
+
 def _check_budget(items: Sequence[Item], budget: int, at_most: bool) -> None:
-    smallest = sum(min(option.bytes for option in item.options) for item in items)
-    largest = sum(max(option.bytes for option in item.options) for item in items)
-    limits = f"the smallest possible is {smallest} bytes and the largest {largest}"
+    smallest, largest = limits(items)
+    words = f"the smallest possible is {smallest} bytes and the largest {largest}"
     if budget < smallest:
-        raise RecipeError(f"a budget of {budget} bytes is too small: {limits}", fix=f"allow {smallest} bytes or more")
+        raise RecipeError(f"a budget of {budget} bytes is too small: {words}", fix=f"allow {smallest} bytes or more")
     if budget > largest and not at_most:
-        raise RecipeError(f"a budget of {budget} bytes is too large: {limits}", fix=f"ask for {largest} bytes or less")
+        raise RecipeError(f"a budget of {budget} bytes is too large: {words}", fix=f"ask for {largest} bytes or less")

@@ -17,7 +17,7 @@ from quantry.checkpoint.workspace import Finished
 from quantry.checkpoint.writer import write_atomically
 from quantry.errors import OutputError
 from quantry.pieces import Division
-from quantry.recipe import Recipe
+from quantry.recipe import Preset, Recipe
 from quantry.types import Anatomy, Artefact
 
 SECTION = ("<!-- proof -->", "<!-- end of proof -->")  # of the model card
@@ -35,7 +35,7 @@ def plan(source: str, out: Path, recipe: Recipe, anatomy: Anatomy, division: Div
     return Artefact(
         source=source,
         path=str(out),
-        preset=recipe.preset.name,
+        preset=recipe.name,
         format=recipe.format,
         parameters=anatomy.parameters,
         source_bytes=anatomy.bytes,
@@ -73,7 +73,7 @@ def _fates(division: Division) -> dict[str, list[str]]:
 def as_markdown(artefact: Artefact, recipe: Recipe, division: Division) -> str:
     """The model card."""
     counts = Counter(fate.partition(":")[0] for fate in division.fates.values())
-    rules = "".join(f"| `{rule.match}` | {rule.preset.name if rule.preset else '16 bit'} |\n" for rule in recipe.rules)
+    rules = "".join(f"| {match} | {what} |\n" for match, what in _rules(recipe))
     name = Path(artefact.source).name
     return f"""---
 base_model: {name}
@@ -82,7 +82,7 @@ tags: [quantized, quantry, {artefact.preset}]
 ---
 # {name}, {artefact.preset}
 
-{recipe.preset.about}. Made with Quantry {__version__} from the 16-bit model; stored as {artefact.format}.
+{recipe.about}. Made with Quantry {__version__} from the 16-bit model; stored as {artefact.format}.
 
 | | |
 |---|---|
@@ -95,6 +95,19 @@ tags: [quantized, quantry, {artefact.preset}]
 {"".join(f"{note}{chr(10)}" for note in artefact.notes)}
 `quantry.json` has the recipe, the versions, the SHA-256 of each shard and the fate of every tensor.
 """
+
+
+def _rules(recipe: Recipe) -> list[tuple[str, str]]:
+    """The rules, or how often each thing is ruled where there is one for every layer."""
+    told = [(rule.match, rule.type or (_grouped(rule.preset) if rule.preset else "16 bit")) for rule in recipe.rules]
+    if recipe.budget:
+        return [(what, f"{count} rules") for what, count in Counter(what for _, what in told).most_common()]
+    return [(f"`{match}`", what) for match, what in told]
+
+
+def _grouped(preset: Preset) -> str:
+    rows, columns = preset.scheme.weight.block
+    return f"{preset.name}, groups of {columns}" if rows == 1 and columns else preset.name
 
 
 def record_proof(folder: Path, proof: Mapping[str, Any]) -> bool:

@@ -65,7 +65,8 @@ def describe(
     if importance:
         _note_importance(writer, importance)
     beside = {} if computed is None else {IMPORTANCE: computed}
-    return GgufFile(f"{name}-{recipe.preset.file_type.upper()}", writer.kv_data[0], beside)
+    label = recipe.name if recipe.budget else recipe.preset.file_type.upper()
+    return GgufFile(f"{name}-{label}", writer.kv_data[0], beside)
 
 
 class GgufFile:

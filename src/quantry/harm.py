@@ -9,12 +9,13 @@ Predictions of several layers are added up as if their errors did not meet. They
 replacement for `quantry verify`.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import sha256
 from itertools import groupby
-from math import sqrt
+from math import prod, sqrt
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -137,6 +138,9 @@ class Sensitivity:
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "blocks": {str(block): sums for block, sums in self.blocks().items()}}
 
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1) + "\n"
+
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "Sensitivity":
         """The inverse of `to_dict`."""
@@ -212,6 +216,21 @@ def sensitivity(
     )
 
 
+def unmeasured(checkpoint: Checkpoint, anatomy: Anatomy, format: str) -> Sensitivity:  # noqa: A002 - as above
+    """What there is to choose from, by headers alone: no damage is known, and none is told."""
+    job = (_gguf if format == "gguf" else _folder)(
+        checkpoint, anatomy.blocks, registry.load("quantry.rounders", "nearest")
+    )
+    layers = [
+        Layer(
+            one.name, one.part, one.block, one.match, one.parameters, None,
+            tuple(Candidate(way.name, way.bytes, 0.0, 0.0, way.rule) for way in one.ways),
+        )
+        for one in job.layers
+    ]  # fmt: skip
+    return Sensitivity(str(checkpoint.source), format, "", anatomy.parameters, {}, tuple(layers), job.kept)
+
+
 def _text(
     checkpoint: Checkpoint, anatomy: Anatomy, data: str | Path | None, samples: int | None, length: int | None
 ) -> Data:
@@ -284,6 +303,7 @@ class _Planned:
     part: str
     block: int | None
     match: tuple[str, ...]
+    parameters: int
     parts: tuple[Part, ...]
     ways: tuple[_Way, ...]
 
@@ -327,7 +347,8 @@ def _gguf(checkpoint: Checkpoint, blocks: int, rounder: ModuleType) -> _Job:
         else:
             ways = tuple(_gguf_ways(piece.target, plain, rounder))
             label = BLOCK.sub("", piece.name).removesuffix(".weight")
-            layers.append(_Planned(piece.name, label, block, (piece.name,), sources, ways))
+            size = prod(piece.target.shape)
+            layers.append(_Planned(piece.name, label, block, (piece.name,), size, sources, ways))
     return _Job(tuple(layers), kept, HEAD not in names)
 
 
@@ -365,7 +386,8 @@ def _planned(
     experts = name.endswith(".experts")
     match = (f"{name}.*",) if experts else tuple(linear.module for linear in linears)
     ways = tuple(_folder_ways(linears, division.dtype, form, rounder))
-    return _Planned(name, BLOCK.split(name)[-1], decoder_block(linears[0].source, blocks), match, tuple(linears), ways)
+    block, size = decoder_block(linears[0].source, blocks), sum(prod(linear.shape) for linear in linears)
+    return _Planned(name, BLOCK.split(name)[-1], block, match, size, tuple(linears), ways)
 
 
 def _folder_ways(linears: Sequence[Linear], dtype: str, form: ModuleType, rounder: ModuleType) -> Iterator[_Way]:
@@ -488,14 +510,13 @@ def _measured(planned: Sequence[_Planned], given: _Layers, steps: _Steps) -> lis
 def _measure(layer: _Planned, given: _Layers) -> Layer:
     given.enter(layer.block)
     harm, errors = [0.0] * len(layer.ways), [0.0] * len(layer.ways)
-    power, parameters, peaks = 0.0, 0, {}
+    power, peaks = 0.0, {}
     for part in layer.parts:
         weight = given.weight(part)
         stats = given.stats(part) if layer.block is not None else None
         if stats is not None:
             peaks[id(stats)] = _outliers(stats.absmax)
         power += float(weight.float().square().sum(dtype=torch.float64))
-        parameters += weight.numel()
         for number, way in enumerate(layer.ways):
             error = way.make(weight, stats, given.prepared(stats)) - weight
             errors[number] += float(error.square().sum(dtype=torch.float64))
@@ -506,7 +527,7 @@ def _measure(layer: _Planned, given: _Layers) -> Layer:
     )
     known = [peak for peak in peaks.values() if peak is not None]
     return Layer(
-        layer.name, layer.part, layer.block, layer.match, parameters, max(known) if known else None, candidates
+        layer.name, layer.part, layer.block, layer.match, layer.parameters, max(known) if known else None, candidates
     )
 
 

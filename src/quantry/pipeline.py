@@ -8,7 +8,7 @@ alone, never on where or how often the job was interrupted.
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -36,8 +36,11 @@ from quantry.types import Anatomy, Artefact, Checkpoint
 
 if TYPE_CHECKING:
     from quantry.calibrated import Calibrated
+    from quantry.mixing import Mixture
 
+MIXED_BY = "gptq"  # the rounder of mixtures where nothing is said
 SEQUENTIAL = False  # whether blocks are calibrated one after the other's quantization where nothing is said
+SENSITIVITY = "sensitivity.json"  # what a mixture was chosen by
 CALIBRATED = "leave it out, use a calibrated preset, or --rounder gptq"
 Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, the piece in hand
 
@@ -51,6 +54,7 @@ def quantize(
     plan: str | Path | None = None,
     format: str | None = None,  # noqa: A002 - the flag's name
     group: int | None = None,
+    budget: str | None = None,
     rounder: str | None = None,
     imatrix: str | Path | None = None,
     input_scales: str | None = None,
@@ -74,8 +78,10 @@ def quantize(
     With `sequential` each block is calibrated on what the quantized blocks before it give, instead of the 16-bit ones;
     `low_memory` keeps less of the calibration on a GPU, which takes longer. `kv` is what the KV cache is served in:
     for fp8 and fp8-head scales are stored, one a layer or one a head; int8 finds its own.
+
+    Preset "auto" chooses for each tensor, so that the least is lost within a `budget`: "4.5bpw", "6GiB", "105453920B"
+    or "fits RTX 3060 at 8k".
     """
-    steps = from_options(preset, _path(recipe), _path(plan), format, group, rounder, input_scales, kv)
     out = Path(output).expanduser()
     check_target(out)
     if out.suffix == ".gguf":
@@ -84,22 +90,30 @@ def quantize(
             fix="give a folder; the file in it is named by the model",
         )
     where = computing(device)
+    text = {"data": data, "samples": samples, "length": length}
+    if preset == AUTO:
+        unused = {"recipe": recipe, "plan": plan, "group": group, "imatrix": imatrix, "input_scales": input_scales}
+        mixture = _mixed(model, budget, format, rounder or MIXED_BY, kv, unused, {**text, "device": device}, progress)
+        steps, imatrix = mixture.recipe, AUTO if _by_importance(mixture.recipe) else None
+    elif budget is None:
+        mixture = None
+        steps = from_options(preset, _path(recipe), _path(plan), format, group, rounder, input_scales, kv)
+    else:
+        raise RecipeError("--budget has no use without --preset auto", fix="add it, or leave the budget out")
     checkpoint = open_checkpoint(model)
     anatomy = sixteen_bit(checkpoint)
     weights = _importance(imatrix, steps)
     steps = replace(steps, imatrix=weights.sha256 if weights else AUTO if str(imatrix) == AUTO else None)
     steps = _in_sequence(steps, sequential)
-    if steps.format == GGUF:
-        order = _gguf(checkpoint, steps, weights)
-    else:
-        order = _layers(checkpoint, steps, anatomy.blocks, keep_odd, str(model))
-    options = {"data": data, "samples": samples, "length": length, "low_memory": low_memory or None}
+    order = _order(checkpoint, steps, anatomy.blocks, weights, keep_odd or mixture is not None)
+    options = {**text, "low_memory": low_memory or None}
     calibrated = _calibrated(checkpoint, steps, anatomy, order.division, where, options)
     if calibrated:
         steps = replace(steps, calibration=calibrated.record)
         order = order._replace(division=calibrated.marked(order.division))
     planned = card.plan(str(model), out, steps, anatomy, order.division)
-    planned = replace(planned, notes=(*(calibrated.notes if calibrated else ()), *_cache_notes(steps)))
+    told = [f"The predicted divergence is {mixture.damage:.3g} nats a token."] if mixture else []
+    planned = replace(planned, notes=(*told, *(calibrated.notes if calibrated else ()), *_cache_notes(steps)))
     if announce:
         announce(planned)
     check_room(out, order.division.bytes + (calibrated.kept_bytes if calibrated else 0))
@@ -117,7 +131,10 @@ def quantize(
         order = _gguf(checkpoint, steps, weights, file)
     container = order.container(folder)
     size = shard_bytes or container.shard_bytes
-    job = Job(checkpoint, folder, steps, order.division, planned, container, size, where.type, inputs, anatomy.blocks)
+    beside = {} if mixture is None else {SENSITIVITY: mixture.sensitivity.to_json().encode()}
+    job = Job(
+        checkpoint, folder, steps, order.division, planned, container, size, where.type, inputs, anatomy.blocks, beside
+    )
     return write(job, order.maker(reader, inputs), walking.bytes if progress else None)
 
 
@@ -156,6 +173,7 @@ class Job:
     device: str = "cpu"  # sums are not added up in the same order on every device
     inputs: Inputs | None = None
     blocks: int = 0  # of the model
+    beside: Mapping[str, bytes] = field(default_factory=dict)  # files that go along
 
 
 def write(job: Job, maker: Maker, progress: Progress | None) -> Artefact:
@@ -168,19 +186,30 @@ def write(job: Job, maker: Maker, progress: Progress | None) -> Artefact:
         files = _write_shards(work, job, cut, maker, progress)
         for name, data in job.container.companions([_entries(pieces) for pieces in cut]):
             work.write(name, data)
+        for name, data in job.beside.items():
+            work.write(name, data)
         artefact = card.finish(job.planned, files, (*job.planned.notes, *maker.notes()))
         work.write("quantry.json", card.as_json(artefact, job.recipe, job.division).encode())
         work.write("README.md", card.as_markdown(artefact, job.recipe, job.division).encode())
     return artefact
 
 
-def _layers(checkpoint: Checkpoint, steps: Recipe, blocks: int, keep_odd: bool, model: str) -> Order:
+def _order(
+    checkpoint: Checkpoint, steps: Recipe, blocks: int, weights: importance.Importance | None, keep_odd: bool
+) -> Order:
+    if steps.format == GGUF:
+        return _gguf(checkpoint, steps, weights)
+    return _layers(checkpoint, steps, blocks, keep_odd)
+
+
+def _layers(checkpoint: Checkpoint, steps: Recipe, blocks: int, keep_odd: bool) -> Order:
     """A Hugging Face folder whose linear layers are quantized."""
     form = None if steps.format == CAST else registry.load("quantry.formats", steps.format)
     division = divide(checkpoint, steps, blocks, form, keep_odd)
     if form and not division.assignment:
         raise RecipeError(
-            f"no layer of {model} would be quantized", fix="loosen the recipe's rules or leave --keep-odd out"
+            f"no layer of {checkpoint.source} would be quantized",
+            fix="loosen the recipe's rules or leave --keep-odd out",
         )
     cache = [replace(steps.cache, scale=division.dtype)] if steps.cache else []  # type: ignore[arg-type]
     settings = form.config(division.assignment, division.kept, *cache) if form else None
@@ -205,6 +234,55 @@ def _gguf(
         lambda folder: file,
         lambda reader, inputs: BlockMaker(reader, vectors, tuple(notes(checkpoint.config)), rounder, inputs),
     )
+
+
+def _mixed(
+    model: str | Path,
+    budget: str | None,
+    form: str | None,
+    rounder: str,
+    kv: str | None,
+    unused: Mapping[str, Any],
+    text: Mapping[str, Any],
+    progress: Progress | None,
+) -> "Mixture":
+    """What preset auto chooses for each tensor of a model."""
+    from quantry import mixing
+
+    form = mixing.check(budget, form, unused)
+    assert budget is not None
+    checkpoint = open_checkpoint(model)
+    anatomy = sixteen_bit(checkpoint)
+
+    def tell(done: int, total: int, label: str) -> None:
+        if progress:
+            progress(0, 1, f"looking where bits matter, {done} of {total} steps: {label}")
+
+    return mixing.mixed(
+        model,
+        checkpoint,
+        anatomy,
+        budget,
+        form,
+        lambda steps: _sizes(_order(checkpoint, steps, anatomy.blocks, None, keep_odd=True)),
+        rounder=rounder,
+        kv=kv,
+        progress=tell,
+        **text,
+    )
+
+
+def _sizes(order: Order) -> tuple[int, int]:
+    """The bytes of the files with weights, and of the tensors in them."""
+    container = order.container(Path())
+    cut = [_entries(pieces) for pieces in shards(order.division.pieces, container.shard_bytes)]
+    padded = sum(-(-nbytes(*entry[1:]) // container.alignment) * container.alignment for part in cut for entry in part)
+    return padded + sum(len(container.header(number, cut)) for number in range(len(cut))), order.division.bytes
+
+
+def _by_importance(steps: Recipe) -> bool:
+    """Whether a mixture of ggml types is rounded with importance vectors, as it was measured."""
+    return steps.format == GGUF and steps.preset.rounder == "nearest"
 
 
 def _targets(division: Division) -> dict[str, Target]:

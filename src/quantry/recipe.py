@@ -24,7 +24,7 @@ In a recipe for GGUF a rule names tensors as they are called there, and gives a 
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -43,7 +43,7 @@ KV: Mapping[str, Grid | None] = {  # what a KV cache can be served in: the grid 
 }
 COUNTS = frozenset({"percentile", "mse"})  # ways to find static scales that need to know how large inputs are how often
 CAST = "safetensors"  # the format of 16-bit presets: nothing is encoded
-AUTO = "auto"  # importance vectors that are computed, not read
+AUTO = "auto"  # what is found for one model: importance vectors, or the preset of every layer for a size
 STATISTICS = frozenset({"clip", "gptq"})  # fits and rounders that need to know the inputs of a layer
 NEAREST = "leave --rounder out, or use nearest"
 UNORDERED = frozenset({"nf4", "fp4", "bf16", "f16"})  # grids without the even steps that gptq rounds onto
@@ -104,6 +104,17 @@ class Recipe:
     calibration: Calibration | None = None
     kv: str | None = None  # a name of KV
     sequential: bool = False  # whether a block is calibrated on what the quantized blocks before it give
+    budget: str | None = None  # the size that the rules were chosen for, in words
+
+    @property
+    def name(self) -> str:
+        """What it is called: by its preset, or auto where a size has chosen."""
+        return AUTO if self.budget else self.preset.name
+
+    @property
+    def about(self) -> str:
+        """What it does, for people."""
+        return f"Chosen tensor by tensor for {self.budget}" if self.budget else self.preset.about
 
     def preset_for(self, module: str) -> Preset | None:
         """The preset of the layer `module`; None leaves it in 16 bit."""
@@ -144,7 +155,7 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Without a calibration that there was not, and what goes with one."""
-        optional = ("calibration", "kv", "sequential")
+        optional = ("calibration", "kv", "sequential", "budget")
         return {key: value for key, value in asdict(self).items() if key not in optional or value}
 
 
@@ -156,6 +167,8 @@ def presets() -> dict[str, Preset]:
 def preset(name: str, group: int | None = None) -> Preset:
     """The preset of a name that can be made here, with another group size if asked for."""
     known = _presets()
+    if name == AUTO:
+        raise RecipeError("preset auto is chosen for one model and size", fix="use it with quantry quantize --budget")
     if name not in known:
         raise UnknownNameError(f"unknown preset {name!r}", fix=registry.suggest(name, tuple(known)))
     chosen = known[name]
@@ -197,7 +210,22 @@ def from_card(content: Mapping[str, Any]) -> Recipe:
         for rule in told["rules"]
     ]
     main = {**_named(told["preset"]), **_told_ways(told["preset"])}
-    return _build({**main, "format": told["format"], "rules": rules, "kv": told.get("kv")})
+    made = _build({**main, "format": told["format"], "rules": rules, "kv": told.get("kv")})
+    return replace(made, budget=told.get("budget"))
+
+
+def mixed(
+    name: str,
+    group: int | None,
+    form: str,
+    rounder: str,
+    rules: Sequence[Mapping[str, Any]],
+    kv: str | None,
+    budget: str,
+) -> Recipe:
+    """A recipe whose rules were chosen for a size."""
+    main = {"preset": name, "group": group, "format": form, "rounder": rounder, "rules": list(rules), "kv": kv}
+    return replace(_build(main), budget=budget)
 
 
 def _named(told: Mapping[str, Any]) -> dict[str, Any]:

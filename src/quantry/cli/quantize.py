@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 def command(
     model: Annotated[str, typer.Argument(help="A folder, a hub id (owner/name) or the word demo.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The folder to write; new or empty.")],
-    preset: Annotated[str | None, typer.Option(help="A name of `quantry presets`.")] = None,
+    preset: Annotated[str | None, typer.Option(help="A name of `quantry presets`, or auto with --budget.")] = None,
+    budget: Annotated[
+        str | None, typer.Option(help='With --preset auto: 4.5bpw, 6GiB, 105453920B or "fits RTX 3060 at 8k".')
+    ] = None,
     recipe: Annotated[Path | None, typer.Option(help="A TOML file with a preset and rules by layer.")] = None,
     plan: Annotated[
         Path | None, typer.Option(help="A plan written by `quantry plan -o`; its best option is taken.")
@@ -74,6 +77,7 @@ def command(
             plan=plan,
             format=format,
             group=group,
+            budget=budget,
             rounder=rounder,
             imatrix=imatrix,
             input_scales=input_scales,

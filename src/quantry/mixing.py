@@ -1,0 +1,146 @@
+"""A mixture for a size: the grid of every tensor, chosen so that the predicted damage is least within the bytes.
+
+harm.py says what each layer would lose in each way to store it, budget.py solves for the least sum, and what comes of
+it is an ordinary recipe with a rule for every layer. A size is that of the files as they are written, headers and
+padding included; bits a weight, and what fits a device, are about the tensors alone.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantry import recipe as recipes
+from quantry import registry
+from quantry.budget import Budget, Fit, Solution, limits, parse, solve
+from quantry.errors import RecipeError
+from quantry.formats.gguf import NAME as GGUF
+from quantry.harm import FORMATS, KEEP, Progress, Sensitivity, sensitivity, unmeasured
+from quantry.planning.room import settled
+from quantry.recipe import Recipe
+from quantry.types import Anatomy, Checkpoint
+
+ENGINES = {GGUF: "llama.cpp", "compressed-tensors": "vllm"}  # that a device is shared with
+PLAINEST = {GGUF: "gguf-q8_0", "compressed-tensors": "w8a16"}  # where all layers are kept
+ROUNDS = 8  # padding differs by a few bytes from mixture to mixture: two are enough
+Size = Callable[[Recipe], tuple[int, int]]  # bytes of the files, and of their tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """The recipe that was chosen, what it was chosen from, and the divergence that is predicted for it."""
+
+    recipe: Recipe
+    sensitivity: Sensitivity
+    damage: float  # nats a token, as if the errors of layers did not meet
+
+
+def check(budget: str | None, form: str | None, unused: Mapping[str, Any]) -> str:
+    """The format of a mixture; refuses what goes without one, or has no use with one."""
+    if budget is None:
+        raise RecipeError("preset auto needs a size to aim at", fix="give --budget, such as 4.5bpw or 6GiB")
+    for name, value in unused.items():
+        if value is not None:
+            raise RecipeError(
+                f"--{name.replace('_', '-')} has no use with preset auto, which chooses for each tensor",
+                fix="leave it out",
+            )
+    chosen = form or GGUF
+    if chosen not in FORMATS:
+        known = registry.choices("quantry.formats")
+        fix = f"use {' or '.join(FORMATS)}" if chosen in known else registry.suggest(chosen, FORMATS)
+        raise RecipeError(f"format {chosen} cannot mix grids tensor by tensor", fix=fix)
+    return chosen
+
+
+def mixed(
+    model: str | Path,
+    checkpoint: Checkpoint,
+    anatomy: Anatomy,
+    budget: str,
+    form: str,
+    size: Size,
+    *,
+    rounder: str,
+    kv: str | None,
+    progress: Progress | None = None,
+    **text: Any,
+) -> Mixture:
+    """The mixture of `model` for a budget in words; `size` tells what a recipe takes, `text` what to measure on."""
+    wanted = parse(budget, parameters=anatomy.parameters)
+    blank = _Mixer(unmeasured(checkpoint, anatomy, form), rounder, kv)
+    if isinstance(wanted, Budget):  # refused before minutes are spent on it
+        blank.within(wanted, size)
+    else:
+        blank.fitting(wanted, checkpoint)
+    found = sensitivity(model, format=form, rounder=rounder, progress=progress, **text)
+    mixer = _Mixer(found, rounder, kv)
+    chosen, solution = mixer.within(wanted, size) if isinstance(wanted, Budget) else mixer.fitting(wanted, checkpoint)
+    return Mixture(chosen, found, solution.damage)
+
+
+class _Mixer:
+    """Recipes from what is known of the layers."""
+
+    def __init__(self, found: Sensitivity, rounder: str, kv: str | None) -> None:
+        self._found, self._rounder, self._kv = found, rounder, kv
+        self._items = found.items()
+
+    def within(self, budget: Budget, size: Size) -> tuple[Recipe, Solution]:
+        """The best mixture that is not larger than the budget."""
+        smallest, largest = limits(self._items)
+
+        def taken(solution: Solution) -> tuple[Recipe, int]:
+            made = self._recipe(solution, budget.words)
+            return made, size(made)[0 if budget.files else 1]
+
+        beside = taken(solve(self._items, smallest))[1] - smallest  # what is written and not chosen for
+        if not smallest + beside <= budget.bytes <= largest + beside:
+            raise RecipeError(
+                f"a budget of {budget.words} is {budget.bytes} bytes, and the smallest possible is {smallest + beside} "
+                f"bytes ({self._bits(smallest)} bits a weight), the largest {largest + beside} ({self._bits(largest)})",
+                fix="ask for a size between them",
+            )
+        for _ in range(ROUNDS):
+            solution = solve(self._items, budget.bytes - beside)
+            made, found = taken(solution)
+            if found <= budget.bytes:
+                return made, solution
+            beside += found - budget.bytes
+        raise RecipeError(f"no mixture was found for {budget.words}", fix="ask for another size")
+
+    def fitting(self, fit: Fit, checkpoint: Checkpoint) -> tuple[Recipe, Solution]:
+        """The best mixture that a device has room for."""
+
+        def make(budget: Budget) -> Recipe:
+            return self._recipe(solve(self._items, budget.bytes, at_most=True), budget.words)
+
+        first = make(Budget(sum(limits(self._items)) // 2, ""))
+        budget, made = settled(fit, checkpoint, ENGINES[self._found.format], first, make)
+        return made, solve(self._items, budget.bytes, at_most=True)
+
+    def _recipe(self, solution: Solution, words: str) -> Recipe:
+        """A rule for every layer; what most weights get is also the preset for what no rule names."""
+        rules: list[Mapping[str, Any]] = []
+        weights = Counter[tuple[str, int | None]]()
+        for layer in self._found.layers:
+            chosen = layer.candidate(solution.chosen[layer.name].name)
+            assert chosen is not None
+            rules += [{"match": match, **chosen.rule} for match in layer.match]
+            if chosen.rule != KEEP:
+                weights[_preset(chosen.rule)] += layer.parameters
+        form = self._found.format
+        (name, group), _ = weights.most_common(1)[0] if weights else ((PLAINEST[form], None), 0)
+        return recipes.mixed(name, group, form, self._rounder, rules, self._kv, words)
+
+    def _bits(self, size: int) -> str:
+        return f"{8 * size / self._found.parameters:.3f}"
+
+
+def _preset(rule: Mapping[str, Any]) -> tuple[str, int | None]:
+    """The preset and the group of a rule; of a ggml type, the plainest file type that it is the main one of."""
+    if "type" not in rule:
+        return rule["preset"], rule.get("group")
+    name = f"gguf-{rule['type'].lower()}"
+    return (name if name in recipes.presets() else f"{name}_s"), None
