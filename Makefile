@@ -5,7 +5,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: demo test test-engines check docs build clean
+FIND_BROWSER := for name in chromium chromium-browser google-chrome google-chrome-stable; do command -v $$name && exit; done; false
+AS_ROOT := $(if $(filter 0,$(shell id -u)),,sudo -n)
+APT := $(AS_ROOT) env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300
+INSTALL_BROWSER = $(APT) update >/dev/null && $(APT) install -y --no-install-recommends chromium >/dev/null
+
+.PHONY: demo test test-engines check docs build clean browser
 
 ## demo: the main job on the model that ships with the package, offline
 demo: $(READY)
@@ -18,8 +23,14 @@ demo: $(READY)
 	$(BIN)/quantry quantize demo -o build/demo-w4a16 --preset w4a16
 
 ## test: the whole test suite
-test: $(READY)
-	$(BIN)/pytest -n auto
+test: $(READY) browser
+	($(FIND_BROWSER)) >/dev/null || export QUANTRY_NO_BROWSER=1; $(BIN)/pytest -n auto
+
+## browser: what the tests of reports look at pages with; Debian's chromium, installed where there is none
+browser:
+	@[ "$$QUANTRY_NO_BROWSER" = 1 ] || ($(FIND_BROWSER)) >/dev/null || \
+	  { echo "installing chromium for the tests of reports"; $(INSTALL_BROWSER); } || \
+	  echo "no chromium, and it cannot be installed here: the tests in a browser are left out"
 
 ## test-engines: real engines, each in its own environment, load and score what Quantry writes
 test-engines: $(READY)

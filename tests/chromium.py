@@ -1,4 +1,4 @@
-"""A real browser for tests: Debian's chromium, spoken to in the DevTools protocol over a pipe. Nothing else is needed."""
+"""A real browser for tests: chromium, spoken to in the DevTools protocol over a pipe. `make browser` installs Debian's."""
 
 import base64
 import io
@@ -16,9 +16,8 @@ import numpy as np
 from matplotlib.image import imread
 from numpy.typing import NDArray
 
-MISSING = (
-    "chromium is not installed: apt-get install -y chromium, or set QUANTRY_NO_BROWSER=1 to go without these tests"
-)
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+MISSING = "chromium is not installed: run make browser, or set QUANTRY_NO_BROWSER=1 to go without these tests"
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-dev-shm-usage", "--no-first-run", "--disable-extensions", "--disable-background-networking", "--disable-component-update", "--force-device-scale-factor=1", "--remote-debugging-pipe")  # fmt: skip
 # The protocol's pipes are the descriptors 3 and 4.
 STARTER = (
@@ -31,7 +30,7 @@ class Browser:
     """One page at a time, with all that it logged and asked for since it was opened."""
 
     def __init__(self, home: Path) -> None:
-        program = shutil.which("chromium")
+        program = next(filter(None, map(shutil.which, NAMES)), None)
         assert program, MISSING
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()

@@ -23,10 +23,13 @@ from numpy.typing import NDArray
 
 from chromium import Browser, decoded
 from quantry.errors import QuantryError
-from quantry.report import Content, Memory, Row, picture, render
+from quantry.report import Content, Memory, Row, frontier, picture, render
+from quantry.report.drawing import NARROW, WIDE
 from quantry.report.ink import PALETTE, ROLES, STEPS, settings
 from quantry.report.labels import leader, overlap, place
-from quantry.report.plots import NARROW, WIDE, frontier, human, plots, steps_of
+from quantry.report.maps import steps_of
+from quantry.report.plots import plots
+from quantry.report.sizes import human
 
 GIB = 1 << 30
 EVIL = '<script>alert(\'x\')</script> "&amp; $\\frac{1}{2}$ \x00\x1b[31m\ud800 id="x"'

@@ -22,12 +22,13 @@ from quantry.checkpoint.weights import DTYPES as STORED
 from quantry.checkpoint.weights import PlainWeights
 from quantry.compute import arithmetic
 from quantry.errors import CheckpointError, QuantryError, RecipeError
+from quantry.formats.gguf import NAME as GGUF
 from quantry.inputs import SEED, Inputs, Layer, tensor_of
 from quantry.llamacpp.targets import Source
 from quantry.pieces import Assemble, Division, Quantize
 from quantry.recipe import STATISTICS, Calibration, Recipe
 from quantry.tokenizing import load_tokenizer
-from quantry.transformed import Transform
+from quantry.transformed import Transform, grids
 from quantry.types import Anatomy, Checkpoint
 from quantry.walk import Walk
 
@@ -54,7 +55,8 @@ class Calibrated:
         on_cpu = device.type == "cpu"
         self._arithmetic = torch.float32 if recipe.distilled and on_cpu else arithmetic(device)  # gradients are small
         self._blocks, name = blocks, recipe.transform
-        self._transform = Transform(name, checkpoint, blocks, division.assignment) if name else None
+        schemes = grids(division) if recipe.format == GGUF else division.assignment
+        self._transform = Transform(name, checkpoint, blocks, schemes) if name else None
 
     @property
     def record(self) -> Calibration:

@@ -152,7 +152,11 @@ def _fate(stored: str, kind: str, target: Target) -> str:
 def _scheme(kind: str) -> Scheme:
     name, weights, _ = next(row for row in block_sizes().values() if row[0] == kind)
     grid: GridKind = name.lower()  # type: ignore[assignment]
-    return Scheme(Grid(grid, int(name.lstrip("IQ")[0]), (1, weights), scale="f16"))
+    return Scheme(Grid(grid, bits_of(name), (1, weights), scale="f16"))
+
+
+def bits_of(kind: str) -> int:
+    return int(kind.lstrip("IQ")[0])
 
 
 def _note_importance(writer: Any, importance: Importance) -> None:

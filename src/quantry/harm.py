@@ -10,12 +10,11 @@ replacement for `quantry verify`.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from hashlib import sha256
 from itertools import groupby
-from math import prod, sqrt
+from math import sqrt
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,47 +22,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantry import gguf_file, registry
+from quantry import __version__, registry
 from quantry.anatomy import sixteen_bit
-from quantry.arch.linears import EXPERT, Linear
-from quantry.arch.parts import BLOCK, decoder_block
 from quantry.budget import Item, Option
-from quantry.calibrate.cache import Statistics, default_store, identity, statistics
+from quantry.calibrate.cache import Statistics, default_store, identity, put, statistics
 from quantry.calibrate.data import LENGTH, SAMPLES, Data, load
 from quantry.calibrate.doctor import diagnose
 from quantry.calibrate.fisher import Fisher, damage, embedding_damage, fisher, input_damage, stored
 from quantry.calibrate.statistics import module_names
 from quantry.checkpoint.reader import local_folder, open_checkpoint, small_folder
-from quantry.checkpoint.weights import DTYPES, MappedWeights, PlainWeights
-from quantry.checkpoint.writer import nbytes
+from quantry.checkpoint.weights import MappedWeights, PlainWeights
 from quantry.compute import arithmetic
 from quantry.compute import device as computing
 from quantry.errors import CheckpointError, UnknownNameError
-from quantry.formats import gguf
-from quantry.inputs import SEED
-from quantry.llamacpp.mixture import BLOCKS
-from quantry.llamacpp.targets import EMBEDDING, HEAD, Source, Target
+from quantry.inputs import SEED, tensor_of
+from quantry.llamacpp.targets import HEAD
 from quantry.makers import Reader, matrix
-from quantry.numerics.grids import dequantize
-from quantry.pieces import STORED, Assemble, Division, Keep, Quantize, divide
-from quantry.recipe import Preset, from_options, preset
 from quantry.tokenizing import load_tokenizer
-from quantry.types import Anatomy, Checkpoint, Grid, Stats
+from quantry.transformed import Transform
+from quantry.types import Anatomy, Checkpoint, Stats
+from quantry.ways import FORMATS, Part, Planned, among, choices
 
-FORMATS = ("gguf", "compressed-tensors")
-GROUPS = (128, 64, 32)
-GROUPED = ("w4a16", "w4a16-asym", "w8a16")  # what vLLM (0.32) loads side by side in one model, beside fp8
-FP8 = "fp8-dynamic"
-# E4M3 has steps of 1/8 of a power of two, so an error of 1/768 of its square; a value between two powers has 2.16 of
-# that square in the mean, if its logarithm is spread evenly.
-FP8_NOISE = 1 / 768 / 2.16
-GRADIENT_TOKENS = 1 << 15  # that gradients are averaged over: one number a row needs fewer than a Gram matrix does
+FILE = "sensitivity.json"
+GRADIENT_TOKENS = 1 << 13  # that gradients are averaged over: one number a row needs fewer than a Gram matrix does
+ROWS = 256  # of a layer that are rounded in every way
 COMPARED = {  # what layers are ranked by: the first that a layer can be stored in
     "gguf": ("Q4_K", "Q4_0"),
     "compressed-tensors": ("w4a16-g128", "w4a16-g64", "w4a16-g32"),
 }
-KEEP = {"keep": True}  # the rule of 16 bit
-Part = Linear | Source
 Progress = Callable[[int, int, str], None]
 Make = Callable[[Tensor, Stats | None, Any], Tensor]  # weight, statistics, what the rounder made of them -> decoded
 
@@ -102,6 +88,7 @@ class Sensitivity:
     source: str
     format: str
     rounder: str
+    transform: str | None
     parameters: int
     text: Mapping[str, Any]  # name, windows, length, tokens, gradient_tokens
     layers: tuple[Layer, ...]
@@ -167,14 +154,15 @@ def sensitivity(
     length: int | None = None,
     device: str = "cpu",
     rounder: str = "gptq",
+    transform: str | None = None,
     grids: Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> Sensitivity:
     """The predicted damage of storing each layer of `model` in each way that `format` has.
 
     Statistics are of `samples` windows of `length` tokens of `data` (128 of 2048, and a text that comes with the
-    package), gradients of the first 32768 of these tokens. `grids` names the ways to try beside 16 bit; all if left
-    out.
+    package), gradients of the first 8192 of these tokens. `transform` is done to each block before. `grids` names the
+    ways to try beside 16 bit; all if left out, but those that another of the same size makes needless.
     """
     if format not in FORMATS:
         raise UnknownNameError(f"unknown format {format!r} to mix", fix=registry.suggest(format, FORMATS))
@@ -182,8 +170,8 @@ def sensitivity(
     where = computing(device)
     checkpoint = open_checkpoint(model)
     anatomy = sixteen_bit(checkpoint)
-    job = (_gguf if format == "gguf" else _folder)(checkpoint, anatomy.blocks, rounding)
-    planned = _chosen(job.layers, grids)
+    job = choices(checkpoint, anatomy.blocks, format, rounding, transform)
+    planned = among(job.layers, grids)
     text = _text(checkpoint, anatomy, data, samples, length)
     folder = local_folder(model)
     steps = _Steps(progress, 2 * anatomy.blocks + 1 + len(planned))
@@ -195,13 +183,21 @@ def sensitivity(
         cache=default_store() if where.type == "cpu" else None,
         identity=identity(open_checkpoint(folder)),
     )
+    kind = f"{__version__} {ROWS} {GRADIENT_TOKENS} {format} {rounder} {transform} {[[way.name for way in one.ways] for one in planned]}"
+    path = default_store().folder / sha256(f"{seen.fingerprint} {where.type} {kind}".encode()).hexdigest()[:32] / FILE
+    earlier = _stored(path)
+    if earlier:
+        steps.walked(steps.total, 0, "measured before")
+        return replace(earlier, source=str(model))
     matters = _fisher(seen, steps)
     reader = Reader(checkpoint, MappedWeights(folder), where)
-    layers = _measured(planned, _Layers(seen, matters, reader, rounding, job.tied), steps)
-    return Sensitivity(
+    moves = Transform(transform, checkpoint, anatomy.blocks, job.schemes) if transform else None
+    layers = _measured(planned, _Layers(seen, matters, reader, rounding, job.tied, moves), steps)
+    found = Sensitivity(
         source=str(model),
         format=format,
         rounder=rounder,
+        transform=transform,
         parameters=anatomy.parameters,
         text={
             "name": text.name,
@@ -214,21 +210,29 @@ def sensitivity(
         kept=job.kept,
         notes=diagnose(text),
     )
+    put(default_store(), path, found.to_json().encode())
+    return found
 
 
-def unmeasured(checkpoint: Checkpoint, anatomy: Anatomy, format: str) -> Sensitivity:  # noqa: A002 - as above
+def _stored(path: Path) -> Sensitivity | None:
+    """What an earlier run has measured: a solver may ask for many sizes, and a killed job goes on."""
+    try:
+        return Sensitivity.from_dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def unmeasured(checkpoint: Checkpoint, anatomy: Anatomy, form: str, transform: str | None) -> Sensitivity:
     """What there is to choose from, by headers alone: no damage is known, and none is told."""
-    job = (_gguf if format == "gguf" else _folder)(
-        checkpoint, anatomy.blocks, registry.load("quantry.rounders", "nearest")
-    )
+    job = choices(checkpoint, anatomy.blocks, form, registry.load("quantry.rounders", "nearest"), transform)
     layers = [
         Layer(
             one.name, one.part, one.block, one.match, one.parameters, None,
             tuple(Candidate(way.name, way.bytes, 0.0, 0.0, way.rule) for way in one.ways),
         )
-        for one in job.layers
+        for one in among(job.layers, None)
     ]  # fmt: skip
-    return Sensitivity(str(checkpoint.source), format, "", anatomy.parameters, {}, tuple(layers), job.kept)
+    return Sensitivity(checkpoint.source, form, "", transform, anatomy.parameters, {}, tuple(layers), job.kept)
 
 
 def _text(
@@ -253,8 +257,7 @@ def _text(
 
 
 def _fisher(seen: Statistics, steps: "_Steps") -> Fisher:
-    """Gradients are small: on a CPU they are computed in float32."""
-    dtype = torch.float32 if seen.device.type == "cpu" else torch.bfloat16
+    dtype = arithmetic(seen.device)
     windows = seen.data.tokens[: max(1, GRADIENT_TOKENS // seen.data.length)]
     key = sha256(f"fisher {seen.fingerprint} {dtype} {len(windows)} {SEED}".encode()).hexdigest()[:32]
     found = stored(
@@ -272,231 +275,102 @@ class _Steps:
     """Progress over the gradients of all blocks and then all layers."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
+        self._progress, self.total, self._done = progress, total, 0
 
     def walked(self, done: int, _: int, label: str) -> None:
         self._done = done
         if self._progress:
-            self._progress(done, self._total, label)
+            self._progress(done, self.total, label)
 
     def layer(self, name: str) -> None:
         self.walked(self._done + 1, 0, name)
 
 
-# ---- what could be stored how ----
-
-
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """One way to store a layer, and how its parts are rounded that way."""
-
-    name: str
-    bytes: int
-    rule: Mapping[str, Any]
-    make: Callable[..., Tensor]
-    noise: float = 0.0  # of a rounded input
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    name: str
-    part: str
-    block: int | None
-    match: tuple[str, ...]
-    parameters: int
-    parts: tuple[Part, ...]
-    ways: tuple[_Way, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    layers: tuple[_Planned, ...]
-    kept: Mapping[str, int]
-    tied: bool  # the embedding is the head as well
-
-
-def _chosen(layers: Sequence[_Planned], grids: Sequence[str] | None) -> list[_Planned]:
-    """The layers with the ways that were asked for; 16 bit is always one."""
-    if grids is None:
-        return list(layers)
-    known = {way.name.lower(): way.name for layer in layers for way in layer.ways}
-    unknown = next((name for name in grids if name.lower() not in known), None)
-    if unknown is not None:
-        raise UnknownNameError(
-            f"no layer can be stored as {unknown!r}", fix=registry.suggest(unknown, tuple(known.values()))
-        )
-    wanted = {known[name.lower()] for name in grids}
-    return [
-        replace(layer, ways=tuple(way for way in layer.ways if way.name in wanted or way.rule == KEEP))
-        for layer in layers
-    ]
-
-
-def _gguf(checkpoint: Checkpoint, blocks: int, rounder: ModuleType) -> _Job:
-    """Tensors of a GGUF file: those to which llama.cpp's own mixture gives a block type have the choice."""
-    recipe = from_options("gguf-q4_k_m", None, None, None, None)
-    division = gguf_file.divide(checkpoint, recipe)
-    pieces = [piece for piece in division.pieces if isinstance(piece, Assemble)]
-    plain, names = STORED[division.dtype], {piece.name for piece in pieces}
-    layers, kept = [], {}
-    for piece in pieces:
-        sources = piece.target.sources
-        block = decoder_block(sources[0].name, blocks) if sources else None
-        if piece.kind in DTYPES or (block is None and piece.name not in (EMBEDDING, HEAD)):
-            kept[piece.name] = _size(piece)
-        else:
-            ways = tuple(_gguf_ways(piece.target, plain, rounder))
-            label = BLOCK.sub("", piece.name).removesuffix(".weight")
-            size = prod(piece.target.shape)
-            layers.append(_Planned(piece.name, label, block, (piece.name,), size, sources, ways))
-    return _Job(tuple(layers), kept, HEAD not in names)
-
-
-def _gguf_ways(target: Target, plain: str, rounder: ModuleType) -> Iterator[_Way]:
-    for kind in (name.upper() for name in gguf.BLOCKS):
-        if target.shape[-1] % BLOCKS[kind] == 0:
-            make = partial(_rounded_blocks, kind, target, rounder)
-            yield _Way(kind, nbytes(kind, target.shape), {"type": kind}, make)
-    yield _Way(plain, nbytes(plain, target.shape), KEEP, partial(_cast, DTYPES[plain]))
-
-
-def _folder(checkpoint: Checkpoint, blocks: int, rounder: ModuleType) -> _Job:
-    """Linears of a compressed-tensors folder, in the groups that vLLM runs as one."""
-    form = registry.load("quantry.formats", "compressed-tensors")
-    recipe = from_options(FP8, None, None, "compressed-tensors", None)  # a grid that every shape fits
-    division = divide(checkpoint, recipe, blocks, form, keep_odd=True)
-    together: dict[str, list[Linear]] = {}
-    for piece in division.pieces:
-        if isinstance(piece, Quantize):
-            together.setdefault(_kernel(piece.linears[0]), []).extend(piece.linears)
-    layers = [_planned(name, linears, division, form, rounder, blocks) for name, linears in together.items()]
-    kept = {piece.name: _size(piece) for piece in division.pieces if isinstance(piece, Keep)}
-    return _Job(tuple(layers), kept, False)
-
-
-def _kernel(linear: Linear) -> str:
-    """The name of what vLLM runs with one scheme: fused linears, or all experts of a layer."""
-    experts = EXPERT.split(linear.module)
-    return f"{experts[0]}.experts" if len(experts) > 1 else linear.fused
-
-
-def _planned(
-    name: str, linears: Sequence[Linear], division: Division, form: ModuleType, rounder: ModuleType, blocks: int
-) -> _Planned:
-    experts = name.endswith(".experts")
-    match = (f"{name}.*",) if experts else tuple(linear.module for linear in linears)
-    ways = tuple(_folder_ways(linears, division.dtype, form, rounder))
-    block, size = decoder_block(linears[0].source, blocks), sum(prod(linear.shape) for linear in linears)
-    return _Planned(name, BLOCK.split(name)[-1], block, match, size, tuple(linears), ways)
-
-
-def _folder_ways(linears: Sequence[Linear], dtype: str, form: ModuleType, rounder: ModuleType) -> Iterator[_Way]:
-    choices: list[tuple[str, int | None]] = [(name, group) for name in GROUPED for group in GROUPS]
-    for name, group in [*choices, (FP8, None)]:
-        if group and any(linear.shape[1] % group for linear in linears):
-            continue
-        chosen = replace(preset(name, group), rounder=rounder.__name__.rpartition(".")[2])
-        grid = form.stored_grid(chosen.scheme.weight, dtype)
-        layouts = [form.layout(linear.module, linear.shape, grid) for linear in linears]
-        size = sum(nbytes(*entry) for layout in layouts for entry in layout.values())
-        rule = {"preset": name, **({"group": group} if group else {})}
-        make = partial(_rounded_grid, chosen, grid, rounder)
-        yield _Way(f"{name}-g{group}" if group else name, size, rule, make, 0.0 if group else FP8_NOISE)
-    size = sum(nbytes(STORED[dtype], linear.shape) for linear in linears)
-    yield _Way(dtype, size, KEEP, partial(_cast, DTYPES[STORED[dtype]]))
-
-
-def _size(piece: Assemble | Keep) -> int:
-    return sum(nbytes(dtype, shape) for _, dtype, shape in piece.entries)
-
-
-# ---- rounding, as the makers do it ----
-
-
-def _rounded_blocks(
-    kind: str, target: Target, rounder: ModuleType, weight: Tensor, stats: Stats | None, prepared: Any
-) -> Tensor:
-    arranged = gguf.arranged(weight, target)
-    data = gguf.encode(arranged, kind, None) if stats is None else rounder.round_blocks(arranged, kind, prepared)
-    return gguf.restored(gguf.decode(data, kind, weight.shape[1]), target)
-
-
-def _rounded_grid(
-    chosen: Preset, grid: Grid, rounder: ModuleType, weight: Tensor, stats: Stats | None, prepared: Any
-) -> Tensor:
-    assert chosen.fit is not None
-    fit = registry.load("quantry.fits", chosen.fit).fit
-    params = fit(weight, grid, None, stats if chosen.calibrated else None)
-    return dequantize(rounder.round_weight(weight, grid, params, prepared))
-
-
-def _cast(dtype: torch.dtype, weight: Tensor, stats: Stats | None, prepared: Any) -> Tensor:
-    return weight.to(dtype).float()
-
-
-# ---- what it costs ----
-
-
 class _Layers:
     """The weights, statistics and gradients of one part of a layer after the other."""
 
-    def __init__(self, seen: Statistics, matters: Fisher, reader: Reader, rounder: ModuleType, tied: bool) -> None:
-        self._seen, self._matters, self._reader, self._tied = seen, matters, reader, tied
+    def __init__(
+        self,
+        seen: Statistics,
+        matters: Fisher,
+        reader: Reader,
+        rounder: ModuleType,
+        tied: bool,
+        transform: Transform | None = None,
+    ) -> None:
+        self._seen, self._matters, self._reader, self._tied, self._transform = seen, matters, reader, tied, transform
         self._prepare: Callable[[Stats], Any] = getattr(rounder, "prepare", lambda stats: stats)
         self._block: int | None = None
         self._stats: dict[str, Stats] = {}  # by module
+        self._tensors: dict[str, Tensor] = {}  # that a transform has changed
+        self._divided: dict[tuple[str, int | None], Tensor] = {}  # and by what it has divided the rows of some
         self._prepared: dict[int, Any] = {}  # by the identity of the statistics
 
     def enter(self, block: int | None) -> None:
         if block is None or block == self._block:
             return
-        self._stats, self._prepared = {}, {}  # before others take memory
+        self._stats, self._tensors, self._divided, self._prepared = {}, {}, {}, {}  # before others take memory
         observed = self._seen.observed(block)
         covered, _ = observed.covered(self._seen.least)
         self._stats = {module: covered[group] for module, group in observed.groups.items() if group in covered}
+        if self._transform:
+            made = self._transform.apply(block, self._stats, self._reader.whole)
+            self._stats, self._tensors, self._divided = made.stats, made.block, self._transform.divided(block, made)
         self._block = block
 
     def weight(self, part: Part) -> Tensor:
-        name = _tensor(part)
-        return self._reader.upload(matrix(self._reader.get(name), part), name)
+        name = tensor_of(part)
+        whole = self._tensors[name] if name in self._tensors else self._reader.get(name)
+        return self._reader.upload(matrix(whole, part), name)
 
     def stats(self, part: Part) -> Stats | None:
-        return self._stats.get(module_names(_tensor(part), part.expert)[0])
+        return self._stats.get(module_names(tensor_of(part), part.expert)[0])
 
     def prepared(self, stats: Stats | None) -> Any:
         if stats is not None and id(stats) not in self._prepared:
             self._prepared[id(stats)] = self._prepare(stats)
         return None if stats is None else self._prepared[id(stats)]
 
-    def damage(self, layer: _Planned, part: Part, error: Tensor) -> float:
-        """The predicted damage of an error of a part."""
+    def sampled(self, part: Part, stats: Stats | None) -> tuple[Tensor, slice | Tensor, float]:
+        """Some rows of a part, which they are, and by what their damage is multiplied to stand for that of all.
+
+        Rows are rounded on their own, and what a row costs goes with what it would cost to lose it.
+        """
+        weight = self.weight(part)
+        if stats is None or len(weight) <= ROWS:
+            return weight, slice(None), 1.0
+        chosen = torch.linspace(0, len(weight) - 1, ROWS).round().long()
+        some, rows = weight[chosen.to(weight.device)], self._rows(part)
+        known = damage(some, rows[chosen], stats.gram)
+        return some, chosen, damage(weight, rows, stats.gram) / known if known else len(weight) / ROWS
+
+    def damage(self, layer: Planned, part: Part, error: Tensor, chosen: slice | Tensor) -> float:
+        """The predicted damage of an error of the chosen rows of a part."""
         found, rows = self._matters, slice(*part.rows) if part.rows else slice(None)
         if layer.block is not None:
             stats = self.stats(part)
-            return 0.0 if stats is None else damage(error, self._rows(part), stats.gram)
+            return 0.0 if stats is None else damage(error, self._rows(part)[chosen], stats.gram)
         as_head = damage(error, found.head[rows], found.gram.to(error.device))
         as_embedding = embedding_damage(error, found.frequency[rows], found.embedding)
         return as_head if layer.name == HEAD else as_embedding + (as_head if self._tied else 0.0)
 
-    def input_damage(self, part: Part, weight: Tensor, noise: float) -> float:
+    def input_damage(self, part: Part, weight: Tensor, noise: float, chosen: slice | Tensor) -> float:
         stats = self.stats(part) if noise else None
-        return 0.0 if stats is None else input_damage(weight, self._rows(part), stats.gram, noise)
+        return 0.0 if stats is None else input_damage(weight, self._rows(part)[chosen], stats.gram, noise)
 
-    def release(self, layer: _Planned) -> None:
-        self._reader.release({_tensor(part) for part in layer.parts})
+    def release(self, layer: Planned) -> None:
+        self._reader.release({tensor_of(part) for part in layer.parts})
 
     def _rows(self, part: Part) -> Tensor:
         """What is known of the outputs of a part, which may be some rows of a tensor or of an expert in it."""
-        names = module_names(_tensor(part), part.expert)
+        names = module_names(tensor_of(part), part.expert)
         whole = torch.cat([self._matters.outputs[name] for name in names])
+        divisor = self._divided.get((tensor_of(part), part.expert))
+        whole = whole if divisor is None else whole * divisor.to(whole.device).square()  # of smaller outputs more
         return whole[slice(*part.rows)] if part.rows else whole
 
 
-def _tensor(part: Part) -> str:
-    return part.source if isinstance(part, Linear) else part.name
-
-
-def _measured(planned: Sequence[_Planned], given: _Layers, steps: _Steps) -> list[Layer]:
+def _measured(planned: Sequence[Planned], given: _Layers, steps: _Steps) -> list[Layer]:
     """All layers, in the order of the blocks, so that one walk serves all."""
     order = sorted(range(len(planned)), key=lambda number: (planned[number].block is not None, planned[number].block))
     found = {}
@@ -507,20 +381,21 @@ def _measured(planned: Sequence[_Planned], given: _Layers, steps: _Steps) -> lis
     return [found[number] for number in range(len(planned))]
 
 
-def _measure(layer: _Planned, given: _Layers) -> Layer:
+def _measure(layer: Planned, given: _Layers) -> Layer:
     given.enter(layer.block)
     harm, errors = [0.0] * len(layer.ways), [0.0] * len(layer.ways)
     power, peaks = 0.0, {}
     for part in layer.parts:
-        weight = given.weight(part)
         stats = given.stats(part) if layer.block is not None else None
+        weight, chosen, share = given.sampled(part, stats)
         if stats is not None:
             peaks[id(stats)] = _outliers(stats.absmax)
         power += float(weight.float().square().sum(dtype=torch.float64))
         for number, way in enumerate(layer.ways):
             error = way.make(weight, stats, given.prepared(stats)) - weight
             errors[number] += float(error.square().sum(dtype=torch.float64))
-            harm[number] += given.damage(layer, part, error) + given.input_damage(part, weight, way.noise)
+            paid = given.damage(layer, part, error, chosen) + given.input_damage(part, weight, way.noise, chosen)
+            harm[number] += share * paid
     candidates = tuple(
         Candidate(way.name, way.bytes, cost, sqrt(squares / power) if power else 0.0, way.rule)
         for way, cost, squares in zip(layer.ways, harm, errors, strict=True)

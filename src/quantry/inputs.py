@@ -209,7 +209,8 @@ class Inputs:
         stats = {module: covered[group] for module, group in observed.groups.items() if group in covered}
         tensors: dict[str, Tensor] = {}
         if self._transform:
-            tensors, stats = self._transform.apply(index, stats, self._read)
+            made = self._transform.apply(index, stats, self._read)
+            tensors, stats = made.block, made.stats
         if self._distilled and block:
             tensors = self._distil(block)
         return _Block(index, stats, tensors, observed.heads, {})

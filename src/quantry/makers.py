@@ -221,9 +221,7 @@ class Quantizer:
         return matrix(self._tensor(linear.source), linear)
 
     def _tensor(self, name: str) -> Tensor:
-        """A tensor of the checkpoint, as a transform has left it if there is one."""
-        transformed = self._inputs.tensor(name) if self._inputs else None
-        return self._reader.get(name) if transformed is None else transformed
+        return tensor_left(name, self._reader, self._inputs)
 
 
 class BlockMaker:
@@ -252,7 +250,8 @@ class BlockMaker:
             return
         vectors = self._importance.get(target.name)
         for index, source in enumerate(target.sources):
-            weight = self._reader.upload(matrix(self._reader.get(source.name), source), source.name)
+            whole = tensor_left(source.name, self._reader, self._inputs)
+            weight = self._reader.upload(matrix(whole, source), source.name)
             arranged = gguf.arranged(weight, target)
             stats = self._stats(kind, source)
             if stats is not None and self._rounder is not None:
@@ -275,6 +274,12 @@ class BlockMaker:
         if kind in DTYPES or self._inputs is None or self._rounder is None:
             return None
         return self._inputs.stats(source.name, source.expert)
+
+
+def tensor_left(name: str, reader: Reader, inputs: Inputs | None) -> Tensor:
+    """A tensor of the checkpoint, as a transform has left it if there is one."""
+    transformed = inputs.tensor(name) if inputs else None
+    return reader.get(name) if transformed is None else transformed
 
 
 def matrix(weight: Tensor, source: Linear | Source) -> Tensor:

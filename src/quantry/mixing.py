@@ -7,7 +7,7 @@ padding included; bits a weight, and what fits a device, are about the tensors a
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,14 @@ from quantry import registry
 from quantry.budget import Budget, Fit, Solution, limits, parse, solve
 from quantry.errors import RecipeError
 from quantry.formats.gguf import NAME as GGUF
-from quantry.harm import FORMATS, KEEP, Progress, Sensitivity, sensitivity, unmeasured
+from quantry.harm import Progress, Sensitivity, sensitivity, unmeasured
 from quantry.planning.room import settled
 from quantry.recipe import Recipe
 from quantry.types import Anatomy, Checkpoint
+from quantry.ways import FORMATS, FP8, KEEP
 
 ENGINES = {GGUF: "llama.cpp", "compressed-tensors": "vllm"}  # that a device is shared with
-PLAINEST = {GGUF: "gguf-q8_0", "compressed-tensors": "w8a16"}  # where all layers are kept
+UNROUNDED = {GGUF: "gguf-bf16", "compressed-tensors": "bf16"}
 ROUNDS = 8  # padding differs by a few bytes from mixture to mixture: two are enough
 Size = Callable[[Recipe], tuple[int, int]]  # bytes of the files, and of their tensors
 
@@ -63,19 +64,21 @@ def mixed(
     size: Size,
     *,
     rounder: str,
+    transform: str,
     kv: str | None,
     progress: Progress | None = None,
     **text: Any,
 ) -> Mixture:
     """The mixture of `model` for a budget in words; `size` tells what a recipe takes, `text` what to measure on."""
     wanted = parse(budget, parameters=anatomy.parameters)
-    blank = _Mixer(unmeasured(checkpoint, anatomy, form), rounder, kv)
+    ways = (rounder, transform, kv)
+    blank = _Mixer(unmeasured(checkpoint, anatomy, form, transform), *ways)
     if isinstance(wanted, Budget):  # refused before minutes are spent on it
         blank.within(wanted, size)
     else:
         blank.fitting(wanted, checkpoint)
-    found = sensitivity(model, format=form, rounder=rounder, progress=progress, **text)
-    mixer = _Mixer(found, rounder, kv)
+    found = sensitivity(model, format=form, rounder=rounder, transform=transform, progress=progress, **text)
+    mixer = _Mixer(found, *ways)
     chosen, solution = mixer.within(wanted, size) if isinstance(wanted, Budget) else mixer.fitting(wanted, checkpoint)
     return Mixture(chosen, found, solution.damage)
 
@@ -83,9 +86,11 @@ def mixed(
 class _Mixer:
     """Recipes from what is known of the layers."""
 
-    def __init__(self, found: Sensitivity, rounder: str, kv: str | None) -> None:
-        self._found, self._rounder, self._kv = found, rounder, kv
-        self._items = found.items()
+    def __init__(self, found: Sensitivity, rounder: str, transform: str, kv: str | None) -> None:
+        self._found, self._rounder, self._transform, self._kv = found, rounder, transform, kv
+        self._items = tuple(
+            replace(item, options=tuple(one for one in item.options if one.name != FP8)) for item in found.items()
+        )  # inputs stay in 16 bit
 
     def within(self, budget: Budget, size: Size) -> tuple[Recipe, Solution]:
         """The best mixture that is not larger than the budget."""
@@ -131,8 +136,12 @@ class _Mixer:
             if chosen.rule != KEEP:
                 weights[_preset(chosen.rule)] += layer.parameters
         form = self._found.format
-        (name, group), _ = weights.most_common(1)[0] if weights else ((PLAINEST[form], None), 0)
-        return recipes.mixed(name, group, form, self._rounder, rules, self._kv, words)
+        if not weights:
+            raise RecipeError(
+                f"a budget of {words} has room for all of the model in 16 bit", fix=f"use --preset {UNROUNDED[form]}"
+            )
+        (name, group), _ = weights.most_common(1)[0]
+        return recipes.mixed(name, group, form, self._rounder, self._transform, rules, self._kv, words)
 
     def _bits(self, size: int) -> str:
         return f"{8 * size / self._found.parameters:.3f}"

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from quantry.calibrated import Calibrated
     from quantry.mixing import Mixture
 
-MIXED_BY = "gptq"  # the rounder of mixtures where nothing is said
+MIXED_BY = ("gptq", "awq")  # the rounder and the transform of mixtures where nothing is said
 SEQUENTIAL = False  # whether blocks are calibrated one after the other's quantization where nothing is said
 SENSITIVITY = "sensitivity.json"  # what a mixture was chosen by
 CALIBRATED = "leave it out, use a calibrated preset, or --rounder gptq"
@@ -56,6 +56,7 @@ def quantize(
     group: int | None = None,
     budget: str | None = None,
     rounder: str | None = None,
+    transform: str | None = None,
     imatrix: str | Path | None = None,
     input_scales: str | None = None,
     kv: str | None = None,
@@ -93,11 +94,12 @@ def quantize(
     text = {"data": data, "samples": samples, "length": length}
     if preset == AUTO:
         unused = {"recipe": recipe, "plan": plan, "group": group, "imatrix": imatrix, "input_scales": input_scales}
-        mixture = _mixed(model, budget, format, rounder or MIXED_BY, kv, unused, {**text, "device": device}, progress)
-        steps, imatrix = mixture.recipe, AUTO if _by_importance(mixture.recipe) else None
+        ways = {"rounder": rounder or MIXED_BY[0], "transform": transform or MIXED_BY[1], "kv": kv}
+        mixture = _mixed(model, budget, format, ways, unused, {**text, "device": device}, progress)
+        steps = mixture.recipe
     elif budget is None:
         mixture = None
-        steps = from_options(preset, _path(recipe), _path(plan), format, group, rounder, input_scales, kv)
+        steps = from_options(preset, _path(recipe), _path(plan), format, group, rounder, input_scales, kv, transform)
     else:
         raise RecipeError("--budget has no use without --preset auto", fix="add it, or leave the budget out")
     checkpoint = open_checkpoint(model)
@@ -240,8 +242,7 @@ def _mixed(
     model: str | Path,
     budget: str | None,
     form: str | None,
-    rounder: str,
-    kv: str | None,
+    ways: Mapping[str, Any],
     unused: Mapping[str, Any],
     text: Mapping[str, Any],
     progress: Progress | None,
@@ -265,9 +266,8 @@ def _mixed(
         budget,
         form,
         lambda steps: _sizes(_order(checkpoint, steps, anatomy.blocks, None, keep_odd=True)),
-        rounder=rounder,
-        kv=kv,
         progress=tell,
+        **ways,
         **text,
     )
 
@@ -278,11 +278,6 @@ def _sizes(order: Order) -> tuple[int, int]:
     cut = [_entries(pieces) for pieces in shards(order.division.pieces, container.shard_bytes)]
     padded = sum(-(-nbytes(*entry[1:]) // container.alignment) * container.alignment for part in cut for entry in part)
     return padded + sum(len(container.header(number, cut)) for number in range(len(cut))), order.division.bytes
-
-
-def _by_importance(steps: Recipe) -> bool:
-    """Whether a mixture of ggml types is rounded with importance vectors, as it was measured."""
-    return steps.format == GGUF and steps.preset.rounder == "nearest"
 
 
 def _targets(division: Division) -> dict[str, Target]:
@@ -365,6 +360,10 @@ def _importance(path: str | Path | None, steps: Recipe) -> importance.Importance
         raise RecipeError(f"--imatrix has no use in format {steps.format}", fix="leave it out, or use a gguf preset")
     if steps.preset.scheme.weight.is_cast and not steps.rules:
         raise RecipeError(f"--imatrix has no use with {steps.preset.name}, which rounds nothing", fix="leave it out")
+    if steps.transform:
+        raise RecipeError(
+            f"--imatrix has no use with {steps.transform}, which scales the inputs that it is of", fix="leave it out"
+        )
     return None if str(path) == AUTO else importance.read(Path(path).expanduser())
 
 

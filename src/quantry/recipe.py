@@ -6,6 +6,7 @@ A recipe file is TOML: what the command line says, and rules for layers by name,
     format = "compressed-tensors"
     group = 64
     rounder = "gptq"            # for all layers, instead of the presets' own
+    transform = "awq"           # the same: what is done to each block before
     input_scales = "mse"        # how static scales of inputs are found, instead of the presets' own way
     kv = "fp8"                  # what the KV cache is to be served in
 
@@ -45,6 +46,7 @@ COUNTS = frozenset({"percentile", "mse"})  # ways to find static scales that nee
 CAST = "safetensors"  # the format of 16-bit presets: nothing is encoded
 AUTO = "auto"  # what is found for one model: importance vectors, or the preset of every layer for a size
 STATISTICS = frozenset({"clip", "gptq"})  # fits and rounders that need to know the inputs of a layer
+SMOOTHING = "smoothquant"  # the transform that is for inputs which are rounded
 NEAREST = "leave --rounder out, or use nearest"
 UNORDERED = frozenset({"nf4", "fp4", "bf16", "f16"})  # grids without the even steps that gptq rounds onto
 
@@ -184,6 +186,7 @@ def from_options(
     rounder: str | None = None,
     input_scales: str | None = None,
     kv: str | None = None,
+    transform: str | None = None,
 ) -> Recipe:
     """The recipe that the options of `quantry quantize` describe: exactly one of preset, recipe file and plan."""
     given = [option for option in (preset_name, recipe_file, plan_file) if option is not None]
@@ -197,6 +200,7 @@ def from_options(
         settings = {"preset": preset_name}
     overrides = {
         "format": format_name, "group": group, "rounder": rounder, "input_scales": input_scales, "kv": kv,
+        "transform": transform,
     }  # fmt: skip
     return _build({**settings, **{key: value for key, value in overrides.items() if value is not None}})
 
@@ -219,13 +223,14 @@ def mixed(
     group: int | None,
     form: str,
     rounder: str,
+    transform: str | None,
     rules: Sequence[Mapping[str, Any]],
     kv: str | None,
     budget: str,
 ) -> Recipe:
     """A recipe whose rules were chosen for a size."""
-    main = {"preset": name, "group": group, "format": form, "rounder": rounder, "rules": list(rules), "kv": kv}
-    return replace(_build(main), budget=budget)
+    main = {"preset": name, "group": group, "format": form, "rounder": rounder, "transform": transform, "kv": kv}
+    return replace(_build({**main, "rules": list(rules)}), budget=budget)
 
 
 def _named(told: Mapping[str, Any]) -> dict[str, Any]:
@@ -236,14 +241,14 @@ def _named(told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _told_ways(told: Mapping[str, Any]) -> dict[str, Any]:
-    """The rounder and the way to static scales, where they are others than the preset's own."""
+    """The rounder, the transform and the way to static scales, where they are others than the preset's own."""
     known = _presets().get(told["name"])
-    ways = ("rounder", "input_scales")
+    ways = ("rounder", "input_scales", "transform")
     return {way: told[way] for way in ways if known and way in told and told[way] != getattr(known, way)}
 
 
 def _build(settings: Mapping[str, Any]) -> Recipe:
-    _only(settings, {"preset", "format", "group", "rounder", "input_scales", "kv", "rules"}, "recipe")
+    _only(settings, {"preset", "format", "group", "rounder", "transform", "input_scales", "kv", "rules"}, "recipe")
     main = preset(_text(settings, "preset"), settings.get("group"))
     rules = settings.get("rules", [])
     if not isinstance(rules, list):
@@ -251,6 +256,8 @@ def _build(settings: Mapping[str, Any]) -> Recipe:
     recipe = Recipe(main, settings.get("format") or main.formats[0], tuple(_rule(rule) for rule in rules))
     if settings.get("rounder") is not None:
         recipe = _rounded_by(recipe, _text(settings, "rounder"))
+    if settings.get("transform") is not None:
+        recipe = _transformed_by(recipe, _text(settings, "transform"))
     if settings.get("input_scales") is not None:
         recipe = _scaled_by(recipe, _text(settings, "input_scales"))
     if settings.get("kv") is not None:
@@ -268,6 +275,19 @@ def _rounded_by(recipe: Recipe, rounder: str) -> Recipe:
         if rounder != "nearest" and one.scheme.weight.kind in UNORDERED:
             raise RecipeError(f"{rounder} cannot round onto the {one.scheme.weight.kind} of {one.name}", fix=NEAREST)
     return _changed(recipe, {"rounder": rounder})
+
+
+def _transformed_by(recipe: Recipe, transform: str) -> Recipe:
+    """The recipe with another transform for all its presets."""
+    known = registry.choices("quantry.transforms")
+    if transform not in known:
+        raise UnknownNameError(f"unknown transform {transform!r}", fix=registry.suggest(transform, known))
+    for one in recipe.presets:
+        wide = f"{one.name} keeps inputs in 16 bit" if transform == SMOOTHING and not one.scheme.activation else ""
+        reason = f"{one.name} rounds nothing" if one.scheme.weight.is_cast else wide
+        if reason:
+            raise RecipeError(f"--transform {transform} has no use: {reason}", fix="leave it out")
+    return _changed(recipe, {"transform": transform})
 
 
 def _scaled_by(recipe: Recipe, way: str) -> Recipe:

@@ -3,13 +3,21 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from quantry import registry
 from quantry.arch.linears import Linear, linears
 from quantry.arch.parts import decoder_block
 from quantry.arch.smoothing import smoothing
-from quantry.types import Checkpoint, Scheme, Stats, TensorInfo
+from quantry.calibrate.statistics import module_names
+from quantry.gguf_file import FLOATS, bits_of
+from quantry.pieces import Assemble, Division
+from quantry.transforms._scaling import Transformed, matrix
+from quantry.types import Checkpoint, Grid, Scheme, Stats, TensorInfo
+
+STEPS = dict.fromkeys(("Q2_K", "Q3_K", "Q6_K"), 16)  # weights that share a scale in ggml's types, where not 32
+MINIMA = frozenset({"Q2_K", "Q4_1", "Q4_K", "Q5_1", "Q5_K"})  # types with a minimum beside the scale
 
 
 class Transform:
@@ -22,13 +30,22 @@ class Transform:
         self._tensors = {index: [tensor.name for tensor in part.tensors] for index, (part, _) in parts.items()}
         self._found = {index: smoothing(part, inside, index) for index, (part, inside) in parts.items()}
 
-    def apply(
-        self, index: int, stats: Mapping[str, Stats], read: Callable[[str], Tensor]
-    ) -> tuple[dict[str, Tensor], dict[str, Stats]]:
-        """The tensors of a block and the statistics by module, both as they are after it."""
+    def apply(self, index: int, stats: Mapping[str, Stats], read: Callable[[str], Tensor]) -> Transformed:
+        """A block with its statistics by module, as they are after it."""
         block = {name: read(name) for name in self._tensors[index]}
-        made = self._apply(block, self._found[index].pairs, stats, self._schemes)
-        return made.block, made.stats
+        made: Transformed = self._apply(block, self._found[index].pairs, stats, self._schemes)
+        return made
+
+    def divided(self, index: int, made: Transformed) -> dict[tuple[str, int | None], Tensor]:
+        """What each row of a tensor, or of an expert in it, was divided by, where outputs were scaled."""
+        found: dict[tuple[str, int | None], Tensor] = {}
+        for pair in self._found[index].pairs:
+            for slot in pair.producers if pair.form == "rows" and pair.name in made.scales else ():
+                scale, whole = made.scales[pair.name], replace(slot, rows=None)
+                place = (slot.source, slot.expert)
+                found.setdefault(place, torch.ones(len(matrix(made.block, whole)), device=scale.device))
+                found[place][slice(*slot.rows) if slot.rows else slice(None)] *= scale
+        return found
 
     def scaled(self) -> set[str]:
         """The tensors that are changed."""
@@ -49,6 +66,20 @@ class Transform:
             f"{', '.join(sorted(leaves))} are not scaled: {reason}."
             for reason, leaves in left.items()
         )
+
+
+def grids(division: Division) -> dict[str, Scheme]:
+    """What each linear layer is about to be rounded to, by module: even steps in place of ggml's types.
+
+    A transform is searched with them; blocks within blocks and code books make little difference to what is best.
+    """
+    found: dict[str, Scheme] = {}
+    for piece in division.pieces:
+        if isinstance(piece, Assemble) and piece.kind not in FLOATS:
+            grid = Grid("int", bits_of(piece.kind), (1, STEPS.get(piece.kind, 32)), symmetric=piece.kind not in MINIMA)
+            for source in piece.target.sources:
+                found |= dict.fromkeys(module_names(source.name, source.expert), Scheme(grid))
+    return found
 
 
 def _by_block(checkpoint: Checkpoint, blocks: int) -> dict[int, tuple[Checkpoint, list[Linear]]]:

@@ -311,6 +311,14 @@ def _size(folder: Path) -> int:
     return total
 
 
+def put(store: Store, path: Path, data: bytes) -> None:
+    """Keeps a file, if there is room; a store that cannot be written to is as good as full."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if make_room(store, path.parent, len(data)):
+            write_whole(path, data)
+
+
 def write_whole(path: Path, data: bytes) -> None:
     """A file that is either whole or not there, under a name of its own until then."""
     descriptor, partial = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".partial", dir=path.parent)

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from quantry.arch.linears import QUANTIZED_PARTS
 from quantry.arch.parts import part_of
-from quantry.calibrate.cache import Store, checksum, make_room, write_whole
+from quantry.calibrate.cache import Store, checksum, put
 from quantry.calibrate.passage import MEMORY, Progress
 from quantry.calibrate.statistics import OTHER, add_gram, modules
 from quantry.errors import QuantryError
@@ -324,13 +324,7 @@ def stored(store: Store | None, key: str, compute: Callable[[], Fisher]) -> Fish
     found = _load(path)
     if found is None:
         found = compute()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            data = _pack(found)
-            if make_room(store, path.parent, len(data)):
-                write_whole(path, data)
-        except OSError:  # a store that cannot be written to is as good as full
-            pass
+        put(store, path, _pack(found))
     return found
 
 

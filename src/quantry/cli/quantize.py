@@ -23,6 +23,9 @@ def command(
     format: Annotated[str | None, typer.Option(help="One of the formats that can hold the preset.")] = None,  # noqa: A002
     group: Annotated[int | None, typer.Option(help="Weights that share a scale, for presets with groups.")] = None,
     rounder: Annotated[str | None, typer.Option(help="nearest or gptq, instead of the preset's own.")] = None,
+    transform: Annotated[
+        str | None, typer.Option(help="awq or smoothquant before rounding, instead of the preset's own.")
+    ] = None,
     imatrix: Annotated[
         str | None,
         typer.Option(help="For gguf presets: a file of importance vectors, auto to compute them, or none."),
@@ -79,6 +82,7 @@ def command(
             group=group,
             budget=budget,
             rounder=rounder,
+            transform=transform,
             imatrix=imatrix,
             input_scales=input_scales,
             kv=kv,

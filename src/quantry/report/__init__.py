@@ -4,9 +4,9 @@
 The same content gives the same bytes. matplotlib is imported when something is drawn, not before.
 """
 
-from quantry.report.content import Content, Memory, Row
+from quantry.report.content import Content, Memory, Row, frontier
 
-__all__ = ["Content", "Memory", "Row", "picture", "render"]
+__all__ = ["Content", "Memory", "Row", "frontier", "picture", "render"]
 
 
 def render(content: Content) -> str:

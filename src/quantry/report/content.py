@@ -162,6 +162,15 @@ def plain(text: str) -> str:
     )
 
 
+def frontier(rows: Sequence[Row]) -> list[Row]:
+    """The files that no other one beats in both size and KL, smallest first."""
+    best: list[Row] = []
+    for row in sorted((row for row in rows if row.judged is not None), key=lambda row: (row.bytes, row.judged or 0.0)):
+        if not best or (row.judged or 0.0) < (best[-1].judged or 0.0):
+            best.append(row)
+    return best
+
+
 def modules_of(found: BlockMap) -> tuple[str, ...]:
     """The modules of all blocks, in the order in which they are met."""
     return tuple(dict.fromkeys(module for block in found.values() for module in block))

@@ -10,8 +10,10 @@ from importlib.resources import files
 from typing import Any
 
 from quantry.report.content import BlockMap, Content, Interval, Memory, Row, modules_of, plain
+from quantry.report.drawing import NARROW, WIDE, Plot
 from quantry.report.ink import settings, svg, variables
-from quantry.report.plots import NARROW, WIDE, Plot, human, plots
+from quantry.report.plots import plots
+from quantry.report.sizes import human
 
 WORST = 12  # layers that are listed
 # Contrast with the surface of at least 4.5 in both schemes.

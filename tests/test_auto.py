@@ -1,0 +1,214 @@
+"""Preset auto: sizes that are met and never exceeded, mixtures that engines load, and what is refused."""
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import quantry
+from quantry import mixing, pipeline
+from quantry.anatomy import sixteen_bit
+from quantry.budget import Option, Solution
+from quantry.checkpoint.reader import open_checkpoint
+from quantry.errors import QuantryError, RecipeError
+from quantry.harm import Sensitivity, unmeasured
+from quantry.recipe import from_card
+from quantry.types import Artefact
+from test_calibrated_models import divergence, logits, windows
+from tiny_models import ARCHITECTURES, write_model
+
+TEXT: dict[str, Any] = {"samples": 8, "length": 256}
+FORMATS = ("gguf", "compressed-tensors")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Artefact]:
+    """A mixture of the demo; layers are measured once for each format."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("QUANTRY_CACHE", str(tmp_path_factory.mktemp("store")))
+
+    @cache
+    def make(budget: str, form: str) -> Artefact:
+        out = tmp_path_factory.mktemp("auto") / "out"
+        return quantry.quantize("demo", out, preset="auto", budget=budget, format=form, **TEXT)
+
+    return make
+
+
+def written(artefact: Artefact) -> int:
+    files = [*Path(artefact.path).glob("*.gguf"), *Path(artefact.path).glob("*.safetensors")]
+    return sum(file.stat().st_size for file in files)
+
+
+@pytest.mark.parametrize(
+    ("form", "budget"), [(form, f"{size}B") for form in FORMATS for size in (5_600_000, 9_000_000)]
+)
+def test_files_have_the_size_that_was_asked_for(form: str, budget: str, made: Callable[..., Artefact]) -> None:
+    asked = int(budget.removesuffix("B"))
+    assert 0.995 * asked <= written(made(budget, form)) <= asked
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_bits_a_weight_are_those_of_all_tensors(form: str, made: Callable[..., Artefact]) -> None:
+    artefact = made("6.5bpw", form)
+    assert 0.995 * 6.5 <= artefact.bits_per_weight <= 6.5
+    assert artefact.bytes == sum(tensor.nbytes for tensor in open_checkpoint(artefact.path).tensors)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_more_bytes_lose_less(form: str, made: Callable[..., Artefact]) -> None:
+    tokens = windows(Path(quantry.__file__).parent / "demo" / "model", samples=4, length=128)
+    wanted = logits(Path("demo"), tokens)
+    lost = [divergence(wanted, logits(Path(made(budget, form).path), tokens)) for budget in ("5600000B", "9000000B")]
+    assert lost[1] < 0.5 * lost[0]
+
+
+def test_it_loses_less_than_llama_cpps_mixture_of_the_same_size(made: Callable[..., Artefact], tmp_path: Path) -> None:
+    """Both are rounded with GPTQ: only the choice of types, and the scaling before, differ."""
+    quantry.quantize("demo", tmp_path / "out", preset="gguf-q3_k_m", rounder="gptq", **TEXT)
+    size = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.gguf"))
+    tokens = windows(Path(quantry.__file__).parent / "demo" / "model", samples=4, length=128)
+    wanted = logits(Path("demo"), tokens)
+    auto = divergence(wanted, logits(Path(made(f"{size}B", "gguf").path), tokens))
+    assert auto < 0.9 * divergence(wanted, logits(tmp_path / "out", tokens))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_what_it_says_of_itself(form: str, made: Callable[..., Artefact]) -> None:
+    artefact = made("6.5bpw", form)
+    content = json.loads((Path(artefact.path) / "quantry.json").read_text())
+    recipe = from_card(content)
+    assert (artefact.preset, content["preset"], recipe.budget) == ("auto", "auto", "6.5 bits a weight")
+    assert recipe.transform == "awq"
+    assert {one.rounder for one in recipe.presets} == {"gptq"}
+    found = Sensitivity.from_dict(json.loads((Path(artefact.path) / "sensitivity.json").read_text()))
+    assert sum(len(layer.match) for layer in found.layers) == len(recipe.rules)
+    assert (
+        f"predicted divergence is {artefact.notes[0].split()[4]} nats"
+        in (Path(artefact.path) / "README.md").read_text()
+    )
+    if form == "gguf":
+        types = {tensor.name: tensor.dtype for tensor in open_checkpoint(artefact.path).tensors}
+        assert {rule.match: rule.type or "BF16" for rule in recipe.rules}.items() <= types.items()
+        assert len(set(types.values())) > 3
+        assert (Path(artefact.path) / "demo-auto.gguf").is_file()
+    else:
+        config = json.loads((Path(artefact.path) / "config.json").read_text())["quantization_config"]
+        assert len(config["config_groups"]) > 1
+
+
+def test_a_second_size_needs_no_second_measurement(
+    made: Callable[..., Artefact], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made("6.5bpw", "gguf")
+    monkeypatch.setattr("quantry.harm._measured", lambda *_: pytest.fail("measured again"))
+    assert made("7.5bpw", "gguf").bits_per_weight <= 7.5
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "Gemma2ForCausalLM"])
+def test_sizes_of_all_choices_are_exact(architecture: str, form: str, tmp_path: Path) -> None:
+    """What a solver adds up is what the job will write, for any choice of ways."""
+    write_model(tmp_path / "model", architecture)
+    checkpoint = open_checkpoint(tmp_path / "model")
+    anatomy = sixteen_bit(checkpoint)
+    blank = unmeasured(checkpoint, anatomy, form, "awq")
+    mixer = mixing._Mixer(blank, "gptq", "awq", None)
+    draw = random.Random(0)
+    for _ in range(6):
+        chosen: dict[str, Option] = {item.name: draw.choice(item.options) for item in mixer._items}
+        total = sum(option.bytes for option in chosen.values())
+        made = mixer._recipe(Solution(chosen, total, 0.0, 0.0), "some size")
+        assert pipeline._order(checkpoint, made, anatomy.blocks, None, keep_odd=True).division.bytes == total
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_awq_in_gguf(architecture: str, tmp_path: Path) -> None:
+    """A scale that some reader of a channel does not take up would cost far more than 8 bits do."""
+    source = tmp_path / "model"
+    write_model(source, architecture)
+    text: dict[str, Any] = {"samples": 8, "length": 64}
+    tokens = windows(source, **text)
+    wanted, lost = logits(source, tokens), {}
+    for transform in (None, "awq"):
+        out = tmp_path / str(transform)
+        try:
+            quantry.quantize(source, out, preset="gguf-q8_0", rounder="gptq", transform=transform, **text)
+        except QuantryError as error:
+            assert "llama.cpp" in str(error)  # a family it does not know
+            assert not out.exists()
+            return
+        lost[transform] = divergence(wanted, logits(out, tokens))
+    assert lost["awq"] < 2 * lost[None] + 1e-6, lost
+
+
+def test_awq_moves_scales_into_the_file(tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    write_model(source, "LlamaForCausalLM")
+    for transform in (None, "awq"):
+        quantry.quantize(
+            source,
+            tmp_path / str(transform),
+            preset="gguf-q4_0",
+            rounder="gptq",
+            transform=transform,
+            samples=8,
+            length=64,
+        )
+    norms = [
+        torch.frombuffer(bytearray(_bytes(tmp_path / folder, "blk.0.attn_norm.weight")), dtype=torch.float32)
+        for folder in ("None", "awq")
+    ]
+    assert not torch.allclose(norms[0], norms[1], rtol=1e-3)
+    fates = json.loads((tmp_path / "awq" / "quantry.json").read_text())["fates"]
+    assert any("scaled with the layers around it" in fate and fate.startswith("quantized: Q4_0") for fate in fates)
+
+
+def _bytes(folder: Path, name: str) -> bytes:
+    checkpoint = open_checkpoint(folder)
+    tensor = next(tensor for tensor in checkpoint.tensors if tensor.name == name)
+    return checkpoint.read(tensor.file, tensor.start, tensor.nbytes)
+
+
+# ---- bad input ----
+
+REFUSED = {
+    "needs a size to aim at": ("--preset", "auto"),
+    "has no use without --preset auto": ("--preset", "w4a16", "--budget", "4bpw"),
+    "--group has no use with preset auto": ("--preset", "auto", "--budget", "4bpw", "--group", "64"),
+    "format gptq cannot mix grids": ("--preset", "auto", "--budget", "5bpw", "--format", "gptq"),
+    "'many' is not understood": ("--preset", "auto", "--budget", "many"),
+    "the smallest possible is 2561504 bytes": ("--preset", "auto", "--budget", "1MB"),
+    "the largest 14833120": ("--preset", "auto", "--budget", "1GB"),
+    "unknown transform 'awk'": ("--preset", "gguf-q4_0", "--transform", "awk"),
+    "keeps inputs in 16 bit": ("--preset", "gguf-q4_0", "--transform", "smoothquant"),
+    "which scales the inputs": ("--preset", "gguf-q4_0", "--transform", "awq", "--imatrix", "auto"),
+    "rounds nothing": ("--preset", "gguf-bf16", "--transform", "awq"),
+    "room for all of the model in 16 bit": ("--preset", "auto", "--budget", "fits RTX 3060 12GB at 512"),
+    "is chosen for one model and size": ("--recipe", "RECIPE"),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_bad_input_is_one_line_and_leaves_nothing(words: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text('preset = "auto"\n')
+    options = [str(tmp_path / "recipe.toml") if option == "RECIPE" else option for option in REFUSED[words]]
+    command = [sys.executable, "-m", "quantry", "quantize", "demo", "-o", str(tmp_path / "out"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["recipe.toml"]
+
+
+def test_a_budget_between_two_sizes_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixing, "sensitivity", lambda *_, **__: pytest.fail("measured"))
+    with pytest.raises(RecipeError, match="ask for a size between them"):
+        quantry.quantize("demo", "never", preset="auto", budget="2bpw")
