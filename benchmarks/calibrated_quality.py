@@ -110,6 +110,7 @@ def _ours() -> Iterator[Row]:
         yield Row(OURS, kind, "nearest", preset, calibrated=False)
         yield Row(OURS, kind, "imatrix", {**preset, "imatrix": "auto"}, cold=kind == GGUF[0])
         yield Row(OURS, kind, "gptq", {**preset, "rounder": "gptq"}, cold=kind == GGUF[0])
+        yield Row(OURS, kind, "awq+gptq", {**preset, "rounder": "gptq", "transform": "awq"})
         if kind == GGUF[0]:
             yield Row(OURS, kind, "gptq-sequential", {**preset, "rounder": "gptq", "sequential": True})
 

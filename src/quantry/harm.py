@@ -183,8 +183,7 @@ def sensitivity(
         cache=default_store() if where.type == "cpu" else None,
         identity=identity(open_checkpoint(folder)),
     )
-    kind = f"{__version__} {ROWS} {GRADIENT_TOKENS} {format} {rounder} {transform} {[[way.name for way in one.ways] for one in planned]}"
-    path = default_store().folder / sha256(f"{seen.fingerprint} {where.type} {kind}".encode()).hexdigest()[:32] / FILE
+    path = default_store().folder / _key(seen, format, rounder, transform, planned) / FILE
     earlier = _stored(path)
     if earlier:
         steps.walked(steps.total, 0, "measured before")
@@ -212,6 +211,13 @@ def sensitivity(
     )
     put(default_store(), path, found.to_json().encode())
     return found
+
+
+def _key(seen: Statistics, form: str, rounder: str, transform: str | None, planned: Sequence[Planned]) -> str:
+    """A name for all that the figures depend on."""
+    ways = [[way.name for way in one.ways] for one in planned]
+    told = (seen.fingerprint, seen.device.type, __version__, ROWS, GRADIENT_TOKENS, form, rounder, transform, ways)
+    return sha256(repr(told).encode()).hexdigest()[:32]
 
 
 def _stored(path: Path) -> Sensitivity | None:

@@ -8,7 +8,7 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import isfinite
@@ -47,6 +47,7 @@ MAPPED = frozenset({"attention", "MLP", "experts", "recurrent", "embedding", "he
 ENDS = "ends"  # in maps: what is before the first block and after the last
 VISIBLE = 0.05  # of a device: a smaller model would be a hair beside its capacity
 MANY = 12  # rules of a recipe; beyond, they are counted
+SERVED = "what a proof has of the engine"
 AGAIN = "write the artefact again with quantry quantize"
 Maps = dict[str, dict[str, float]]
 
@@ -66,7 +67,7 @@ def measured(
     finite number, of a model that broke, is left out.
     """
     found = _object(proof or {}, "the proof")
-    served = _object(found.get("served") or {}, "what was served of the proof")
+    served = _object(found.get("served") or {}, SERVED)
     judged = served or found
     kl, served_kl = (_figure(side, "kl") for side in (found, served))
     top1, perplexity = (_figure(judged, name) for name in ("top1", "perplexity"))
@@ -99,7 +100,7 @@ def content_of(folder: Path, device: Device | None = None) -> Content:
         bits=bits_map(checkpoint, sensitivity.names),
         memory=memory,
         serve=_command(folder, checkpoint, told, engine, device or _this_machine()),
-        notes=tuple(dict.fromkeys(str(note) for note in (*words, *told.get("notes", ()), *proof.get("notes", ())))),
+        notes=tuple(dict.fromkeys([*words, *_notes(told), *_notes(proof)])),
         versions=_versions(told, proof),
         provenance=_provenance(told, proof),
     )
@@ -235,7 +236,7 @@ class _Placed(Serving):
 
 def _engine(told: Mapping[str, Any], proof: Mapping[str, Any]) -> str:
     """The engine that it was proved in, or the usual one of its format."""
-    served = proof.get("served") or {}
+    served = _object(proof.get("served") or {}, SERVED)
     return str(served.get("engine") or SERVED_BY.get(_text(told, "format"), "vllm"))
 
 
@@ -257,7 +258,7 @@ def _memory(
     """What an engine reported beside what was predicted of it; before a proof, what is predicted here. And a note."""
     found = _object(proof.get("memory") or {}, "memory of the proof")
     if found.get("measured"):
-        length = (proof.get("text") or {}).get("length")
+        length = _object(proof.get("text") or {}, "the text of the proof").get("length")
         words = f"Memory is that of {engine} while it read windows of {length} tokens."
         return Memory(found.get("predicted") or {}, found["measured"]), [words]
     tokens = _context(checkpoint)
@@ -353,7 +354,7 @@ def _size(told: Mapping[str, Any]) -> int:
 
 def _versions(told: Mapping[str, Any], proof: Mapping[str, Any]) -> dict[str, str]:
     found = {"quantry": told.get("quantry", ""), **_object(told.get("versions") or {}, f"versions of {CARD}")}
-    served = proof.get("served") or {}
+    served = _object(proof.get("served") or {}, SERVED)
     return {name: str(words) for name, words in found.items()} | (
         {str(served.get("engine")): str(served.get("version", ""))} if served else {}
     )
@@ -362,13 +363,12 @@ def _versions(told: Mapping[str, Any], proof: Mapping[str, Any]) -> dict[str, st
 def _provenance(told: Mapping[str, Any], proof: Mapping[str, Any]) -> dict[str, Any]:
     """Of what, how and by which text it was made and proved; the whole recipe is in quantry.json."""
     recipe = _recipe(told)
-    text = proof.get("text") or {}
     files = _object(told.get("files") or {}, f"files of {CARD}")
     found = {
         "source": _text(told, "source"),
         "recipe": _told_recipe(told, recipe),
         "calibration text": recipe.get("calibration"),
-        "proof": {"reference": proof.get("reference"), "text": text} if proof else None,
+        "proof": {"reference": proof.get("reference"), "text": proof.get("text")} if proof else None,
         "files": {
             name: f"{_count(file, 'bytes'):,} bytes, SHA-256 {file.get('sha256')}" for name, file in files.items()
         },
@@ -412,11 +412,12 @@ def _ruled(rule: Mapping[str, Any]) -> str:
 
 def _figure(side: Mapping[str, Any], name: str) -> tuple[float | None, Interval | None]:
     """A figure of a proof with its interval."""
-    value, bounds = _finite(side.get(name)), (side.get("intervals") or {}).get(name)
-    if value is None or bounds is None or any(_finite(bound) is None for bound in bounds):
+    value = _finite(side.get(name))
+    bounds = _items(_object(side.get("intervals") or {}, "intervals of the proof").get(name) or (), f"that of {name}")
+    if value is None or len(bounds) != 2:
         return value, None
-    low, high = bounds
-    return value, (low, high)
+    low, high = map(_finite, bounds)
+    return value, None if low is None or high is None else (low, high)
 
 
 def _finite(value: Any) -> float | None:
@@ -431,9 +432,17 @@ def _object(value: Any, where: str) -> Mapping[str, Any]:
 
 
 def _objects(values: Any, where: str) -> list[Mapping[str, Any]]:
+    return [_object(value, f"one of {where}") for value in _items(values, where)]
+
+
+def _items(values: Any, where: str) -> Sequence[Any]:
     if not isinstance(values, (list, tuple)):
         raise CheckpointError(f"{where} is {_kind(values)}, not a list", fix=AGAIN)
-    return [_object(value, f"one of {where}") for value in values]
+    return values
+
+
+def _notes(told: Mapping[str, Any]) -> list[str]:
+    return [str(note) for note in _items(told.get("notes", ()), "notes")]
 
 
 def _text(told: Mapping[str, Any], name: str) -> str:

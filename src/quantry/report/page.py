@@ -4,6 +4,7 @@ There is no script, and the page forbids any: what a model is called cannot run.
 """
 
 import html
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
@@ -287,15 +288,18 @@ def _provenance(content: Content) -> str:
 def _nested(value: Any) -> str:
     """Plain data as lists within lists."""
     if isinstance(value, Mapping):
-        inner = "".join(
-            f"<dt>{_e(str(name).replace('_', ' '))}</dt><dd>{_nested(one)}</dd>" for name, one in value.items()
-        )
+        inner = "".join(f"<dt>{_e(_field(str(name)))}</dt><dd>{_nested(one)}</dd>" for name, one in value.items())
         return f"<dl>{inner}</dl>" if inner else "–"
     if isinstance(value, (list, tuple)):
         if all(isinstance(one, (str, int, float)) or one is None for one in value):
             return _e(", ".join(map(str, value))) or "–"
         return "<ul>" + "".join(f"<li>{_nested(one)}</li>" for one in value) + "</ul>"
     return "–" if value is None or value == "" else _e(value)
+
+
+def _field(name: str) -> str:
+    """The name of a field in words; names of files and types are left as they are."""
+    return name.replace("_", " ") if re.fullmatch("[a-z_]+", name) else name
 
 
 def _number(value: float | None, style: str) -> str:
