@@ -269,20 +269,18 @@ class Drawing:
         self.source, self._ladder, self._count = source, ladder, count
         self._kept: dict[tuple[str, str], list[Tensor]] = {}
         self._drawn: list[tuple[Planned, Way]] = []
+        self._keeps = True
         self.pairs: list[Pair] = []
 
     def predicted(self, model: Path, form: str, options: argparse.Namespace) -> list[float]:
         """The damage that `harm.sensitivity` predicts for each pair."""
+        how = {"format": form, "data": options.data, "samples": options.samples, "length": options.length}
         anew = patch.object(harm, "_stored", lambda path: None)  # what was predicted before has no roundings
         with anew, patch.object(harm, "among", self._among):
-            found = harm.sensitivity(
-                model,
-                format=form,
-                data=options.data,
-                samples=options.samples,
-                length=options.length,
-                device=options.device,
-            )
+            with patch.object(harm, "ROWS", 1 << 60):  # layers that are rounded whole, to be measured
+                harm.sensitivity(model, device=options.device, **how)
+            self._keeps = False
+            found = harm.sensitivity(model, device=options.device, **how)
         self.pairs = [self._pair(layer, way) for layer, way in self._drawn]
         damages = {(layer.name, one.name): one.damage for layer in found.layers for one in layer.candidates}
         return [damages[pair.layer, pair.grid] for pair in self.pairs]
@@ -308,7 +306,8 @@ class Drawing:
 
         def make(*given: Any) -> Tensor:
             decoded = way.make(*given)
-            kept.append(decoded.float().cpu())
+            if self._keeps:
+                kept.append(decoded.float().cpu())
             return decoded
 
         return replace(way, make=make)

@@ -136,7 +136,7 @@ def test_a_model_that_broke_has_a_row_all_the_same(changed: Path) -> None:
     card(changed, proof=proof)
     content = reporting.content_of(changed, DESKTOP)
     assert content.verdict == "fail"
-    assert content.rows[0].kl is content.rows[0].kl_interval is content.rows[0].perplexity is None
+    assert (content.rows[0].kl, content.rows[0].kl_interval, content.rows[0].perplexity) == (None, None, None)
     assert content.rows[0].top1 == 0.93
 
 
