@@ -16,7 +16,7 @@ import quantry
 from quantry import mixing, pipeline
 from quantry.anatomy import sixteen_bit
 from quantry.budget import Option, Solution
-from quantry.checkpoint.reader import open_checkpoint
+from quantry.checkpoint.reader import local_folder, open_checkpoint
 from quantry.errors import QuantryError, RecipeError
 from quantry.harm import Sensitivity, unmeasured
 from quantry.recipe import from_card
@@ -26,6 +26,7 @@ from tiny_models import ARCHITECTURES, write_model
 
 TEXT: dict[str, Any] = {"samples": 8, "length": 256}
 FORMATS = ("gguf", "compressed-tensors")
+DEMO = local_folder("demo")
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +65,8 @@ def test_bits_a_weight_are_those_of_all_tensors(form: str, made: Callable[..., A
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_more_bytes_lose_less(form: str, made: Callable[..., Artefact]) -> None:
-    tokens = windows(Path(quantry.__file__).parent / "demo" / "model", samples=4, length=128)
-    wanted = logits(Path("demo"), tokens)
+    tokens = windows(DEMO, samples=4, length=128)
+    wanted = logits(DEMO, tokens)
     lost = [divergence(wanted, logits(Path(made(budget, form).path), tokens)) for budget in ("5600000B", "9000000B")]
     assert lost[1] < 0.5 * lost[0]
 
@@ -74,8 +75,8 @@ def test_it_loses_less_than_llama_cpps_mixture_of_the_same_size(made: Callable[.
     """Both are rounded with GPTQ: only the choice of types, and the scaling before, differ."""
     quantry.quantize("demo", tmp_path / "out", preset="gguf-q3_k_m", rounder="gptq", **TEXT)
     size = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.gguf"))
-    tokens = windows(Path(quantry.__file__).parent / "demo" / "model", samples=4, length=128)
-    wanted = logits(Path("demo"), tokens)
+    tokens = windows(DEMO, samples=4, length=128)
+    wanted = logits(DEMO, tokens)
     auto = divergence(wanted, logits(Path(made(f"{size}B", "gguf").path), tokens))
     assert auto < 0.9 * divergence(wanted, logits(tmp_path / "out", tokens))
 

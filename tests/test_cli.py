@@ -43,7 +43,7 @@ def imported(*arguments: str) -> set[str]:
 def test_public_names_are_frozen() -> None:
     assert set(quantry.__all__) == {
         "Anatomy", "Artefact", "Device", "Difference", "Hardware", "Proof", "QuantryError", "__version__", "convert", "diff",
-        "hardware", "inspect", "matrix", "plan", "presets", "quantize", "verify",
+        "hardware", "inspect", "matrix", "plan", "presets", "quantize", "sensitivity", "sweep", "verify",
     }  # fmt: skip
     for name in quantry.__all__:
         assert getattr(quantry, name) is not None
@@ -70,13 +70,16 @@ def test_flags_are_frozen() -> None:
         ],
         "presets": ["--json"],
         "quantize": [
-            "--data", "--device", "--dry-run", "--format", "--group", "--imatrix", "--input-scales", "--json", "--keep-odd",
-            "--kv", "--length", "--low-memory", "--output", "--plan", "--preset", "--recipe", "--rounder", "--samples",
-            "--sequential", "-o", "model",
+            "--budget", "--data", "--device", "--dry-run", "--format", "--group", "--imatrix", "--input-scales", "--json",
+            "--keep-odd", "--kv", "--length", "--low-memory", "--output", "--plan", "--preset", "--recipe", "--report",
+            "--rounder", "--samples", "--sequential", "--transform", "-o", "model",
+        ],
+        "sensitivity": [
+            "--data", "--device", "--format", "--grids", "--json", "--length", "--rounder", "--samples", "--transform", "model",
         ],
         "verify": [
             "--device", "--engine", "--engine-python", "--gate", "--json", "--judge", "--judge-key", "--judge-model", "--length",
-            "--limit", "--max-tokens", "--prompts", "--reference", "--tasks", "--text", "--windows", "artefact",
+            "--limit", "--max-tokens", "--prompts", "--reference", "--report", "--tasks", "--text", "--windows", "artefact",
         ],
     }  # fmt: skip
 

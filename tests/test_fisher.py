@@ -16,9 +16,9 @@ from quantry.calibrate.cache import Store
 from quantry.calibrate.fisher import Fisher, damage, draw, embedding_damage, fisher, input_damage, stored
 from quantry.checkpoint.reader import open_checkpoint
 from quantry.checkpoint.weights import PlainWeights
-from quantry.harm import FP8_NOISE
 from quantry.numerics.activations import simulate
 from quantry.types import Activation, Grid
+from quantry.ways import FP8_NOISE
 from tiny_models import write_model
 
 SEED = 3

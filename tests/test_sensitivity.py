@@ -24,7 +24,7 @@ from quantry.cli import app
 from quantry.compute import arithmetic
 from quantry.errors import CheckpointError, QuantryError, RecipeError, UnknownNameError
 from quantry.formats import gguf
-from quantry.harm import Layer, Sensitivity, sensitivity
+from quantry.harm import Layer, Sensitivity, _Layers, sensitivity
 from quantry.llamacpp.targets import targets
 from quantry.makers import matrix
 from quantry.pipeline import quantize
@@ -207,6 +207,12 @@ def folder_sensitivity(folder: Path) -> Sensitivity:
     return _made[folder]
 
 
+def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measures anew, and keeps nothing of it."""
+    monkeypatch.setattr("quantry.harm._stored", lambda _: None)
+    monkeypatch.setattr("quantry.harm.put", lambda *_: None)
+
+
 def test_layers_of_a_folder_are_what_vllm_runs_as_one(mixture: Path) -> None:
     found = folder_sensitivity(mixture)
     parts = {layer.part for layer in found.layers}
@@ -227,9 +233,11 @@ def test_layers_of_a_folder_are_what_vllm_runs_as_one(mixture: Path) -> None:
 
 def test_rounding_inputs_counts(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only FP8 comes with rounded inputs, which harm about as much as its weights."""
-    monkeypatch.setattr("quantry.harm.FP8_NOISE", 0.0)
+    found = folder_sensitivity(mixture)
+    monkeypatch.setattr("quantry.ways.FP8_NOISE", 0.0)
+    _forget(monkeypatch)
     without = sensitivity(mixture, format="compressed-tensors", **SMALL)
-    for one, other in zip(folder_sensitivity(mixture).layers, without.layers, strict=True):
+    for one, other in zip(found.layers, without.layers, strict=True):
         for way, plain in zip(one.candidates, other.candidates, strict=True):
             assert (way.damage > 1.2 * plain.damage) if way.name == "fp8-dynamic" else way == plain
 
@@ -285,14 +293,63 @@ def test_an_expert_counts_by_its_tokens(mixture: Path, monkeypatch: pytest.Monke
         found = real(*args)
         return replace(found, outputs={name: rows * (".experts." not in name) for name, rows in found.outputs.items()})
 
+    before = folder_sensitivity(mixture)
     monkeypatch.setattr(module, "_fisher", silent)
-    before, after = folder_sensitivity(mixture), sensitivity(mixture, format="compressed-tensors", **SMALL)
+    _forget(monkeypatch)
+    after = sensitivity(mixture, format="compressed-tensors", **SMALL)
     for one, other in zip(before.layers, after.layers, strict=True):
         if one.part == "mlp.experts":
             assert all(way.damage == 0 for way in other.candidates)
             assert all(way.damage > 0 for way in one.candidates if way.name != "bf16")
         else:
             assert one == other
+
+
+def test_some_rows_stand_for_all(demo: Sensitivity, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The damage of a sample, multiplied, is within a few per cent of that of the whole layer."""
+    _forget(monkeypatch)
+    monkeypatch.setattr("quantry.harm.ROWS", 64)
+    some = sensitivity("demo", grids=GRIDS, **TEXT)
+    monkeypatch.setattr("quantry.harm.ROWS", 1 << 30)
+    whole = sensitivity("demo", grids=GRIDS, **TEXT)
+    ratios = [
+        one.damage / other.damage
+        for layer, all_rows in zip(some.layers, whole.layers, strict=True)
+        for one, other in zip(layer.candidates, all_rows.candidates, strict=True)
+        if other.damage > 1e-9
+    ]
+    assert len(ratios) > 150
+    assert all(0.7 < ratio < 1.4 for ratio in ratios), (min(ratios), max(ratios))
+    assert 0.97 < sum(ratios) / len(ratios) < 1.03
+    assert any(ratio != 1 for ratio in ratios)
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "Phi3ForCausalLM"])
+def test_a_transform_changes_no_damage(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same error of the function costs the same, in whatever numbers the block is written."""
+    write_model(tmp_path / "model", architecture)
+    seen: list[tuple[Any, _Layers]] = []
+
+    def measured(planned: Any, given: _Layers, _: Any) -> list[Layer]:
+        seen.append((planned, given))
+        return []
+
+    monkeypatch.setattr("quantry.harm._measured", measured)
+    for transform in (None, "awq"):
+        sensitivity(tmp_path / "model", format="compressed-tensors", transform=transform, **SMALL)
+    (planned, plain), (_, moved) = seen
+    rows_moved = 0
+    for layer in planned:
+        for given in (plain, moved):
+            given.enter(layer.block)
+        for part in layer.parts:
+            before, after = plain.weight(part).float(), moved.weight(part).float()
+            ratio = after / torch.where(before == 0, 1.0, before)
+            error = torch.randn(before.shape, generator=torch.Generator().manual_seed(0)) * 1e-2
+            wanted = plain.damage(layer, part, error, slice(None))
+            assert moved.damage(layer, part, error * ratio, slice(None)) == pytest.approx(wanted, rel=2e-2)
+            rows_moved += bool(((ratio / ratio[:1]).median(dim=1).values - 1).abs().max() > 0.05)
+    assert rows_moved >= 2
 
 
 # ---- bad input and the command ----
@@ -315,7 +372,7 @@ def test_bad_options(options: dict[str, Any], kind: type[QuantryError], words: s
 
 
 def test_models_that_are_quantized_are_refused(gguf_file: Path, make_folder: Callable[..., Path]) -> None:
-    with pytest.raises(CheckpointError, match="no 16-bit checkpoint"):
+    with pytest.raises(CheckpointError, match="is a GGUF file"):
         sensitivity(gguf_file)
     folder = make_folder()
     (folder / "tokenizer.json").unlink()

@@ -12,18 +12,20 @@ if TYPE_CHECKING:
     from quantry.conversion import convert
     from quantry.devices import Device, Hardware, hardware
     from quantry.errors import QuantryError
+    from quantry.harm import sensitivity
     from quantry.pipeline import quantize
     from quantry.planning.decision import plan
     from quantry.planning.matrices import matrix
     from quantry.proof.comparison import diff
     from quantry.proof.verification import verify
     from quantry.recipe import presets
+    from quantry.sweeping import sweep
     from quantry.types import Anatomy, Artefact, Difference, Proof
 
 __version__ = "0.1.0"
 __all__ = [
     "Anatomy", "Artefact", "Device", "Difference", "Hardware", "Proof", "QuantryError", "__version__", "convert",
-    "diff", "hardware", "inspect", "matrix", "plan", "presets", "quantize", "verify",
+    "diff", "hardware", "inspect", "matrix", "plan", "presets", "quantize", "sensitivity", "sweep", "verify",
 ]  # fmt: skip
 
 _HOMES = {
@@ -42,6 +44,8 @@ _HOMES = {
     "plan": "planning.decision",
     "presets": "recipe",
     "quantize": "pipeline",
+    "sensitivity": "harm",
+    "sweep": "sweeping",
     "verify": "proof.verification",
 }
 

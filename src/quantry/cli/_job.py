@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from quantry.types import Artefact
 
 Progress = Callable[[int, int, str], None]
@@ -70,12 +72,19 @@ def announce(artefact: "Artefact") -> None:
     )
 
 
-def report(artefact: "Artefact", dry_run: bool, json: bool) -> None:
+def write_report(folder: "Path") -> "Path":
+    """Writes the report of an artefact beside it."""
+    from quantry.reporting import content_of, write
+
+    return write(folder, content_of(folder))
+
+
+def finish(artefact: "Artefact", dry_run: bool, json: bool, page: "Path | None" = None) -> None:
     """What was written."""
     if json:
         from json import dumps
 
         typer.echo(dumps(artefact.to_dict(), indent=2))
     elif not dry_run:
-        for line in (*artefact.notes, f"wrote {artefact.path}"):
+        for line in (*artefact.notes, f"wrote {artefact.path}", *([f"report: {page}"] if page else [])):
             typer.echo(line)

@@ -17,7 +17,7 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Write a quantized checkpoint in another format, without loss where the grids agree; or a GGUF file as 16 bit."""
-    from quantry.cli._job import announce, bar, report
+    from quantry.cli._job import announce, bar, finish
     from quantry.conversion import convert
 
     with bar(quiet=json) as progress:
@@ -30,4 +30,4 @@ def command(
             announce=None if json else announce,
             progress=progress,
         )
-    report(artefact, dry_run, json)
+    finish(artefact, dry_run, json)

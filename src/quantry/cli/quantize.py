@@ -56,12 +56,15 @@ def command(
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and stop.")] = False,
     device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")] = "cpu",
+    report: Annotated[
+        bool, typer.Option("--report/--no-report", help="Write report.html and report.png beside the model.")
+    ] = True,
     json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Write a quantized checkpoint that engines load unmodified."""
     from dataclasses import replace
 
-    from quantry.cli._job import announce, bar, report
+    from quantry.cli._job import announce, bar, finish, write_report
     from quantry.pipeline import quantize
 
     told: list[str] = []
@@ -97,5 +100,6 @@ def command(
             announce=None if json else tell,
             progress=progress,
         )
+    page = write_report(output) if report and not dry_run else None
     new = tuple(note for note in artefact.notes if note not in told)
-    report(replace(artefact, notes=new), dry_run, json)
+    finish(replace(artefact, notes=new), dry_run, json, page)

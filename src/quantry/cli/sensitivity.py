@@ -24,6 +24,7 @@ def command(
     ] = None,
     samples: Annotated[int | None, typer.Option(help="Windows to calibrate on; 128 if not given.")] = None,
     length: Annotated[int | None, typer.Option(help="Tokens of a window; 2048 if not given.")] = None,
+    transform: Annotated[str | None, typer.Option(help="awq or smoothquant before rounding.")] = None,
     grids: Annotated[
         str | None, typer.Option(help="Only these ways to store a layer beside 16 bit, such as Q4_K,Q6_K.")
     ] = None,
@@ -43,6 +44,7 @@ def command(
             length=length,
             device=device,
             rounder=rounder,
+            transform=transform,
             grids=None if grids is None else [name.strip() for name in grids.split(",")],
             progress=progress,
         )

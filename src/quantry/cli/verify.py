@@ -42,10 +42,13 @@ def command(
     length: Annotated[int, typer.Option(help="Tokens of a piece.")] = 512,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer to a prompt.")] = 64,
     device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")] = "cpu",
+    report: Annotated[
+        bool, typer.Option("--report/--no-report", help="Write report.html and report.png beside the model.")
+    ] = True,
     json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Measure what was lost, on the written bytes and in the engine; exit code 1 if the gate is failed."""
-    from quantry.cli._job import steps
+    from quantry.cli._job import steps, write_report
     from quantry.proof.verification import verify
 
     with steps(quiet=json) as progress:
@@ -68,6 +71,9 @@ def command(
             device=device,
             progress=progress,
         )
+    folder = Path(artefact).expanduser()
+    folder = folder if folder.is_dir() else folder.parent
+    page = write_report(folder) if report and (folder / "quantry.json").is_file() else None
     if json:
         from json import dumps
 
@@ -78,6 +84,8 @@ def command(
         console = Console(highlight=False)
         for item in picture(proof):
             console.print(item)
+        if page:
+            console.print(f"report: {page}", soft_wrap=True)
     if not proof.passed:
         raise typer.Exit(1)
 
