@@ -178,11 +178,26 @@ def _bytes(folder: Path, name: str) -> bytes:
     return checkpoint.read(tensor.file, tensor.start, tensor.nbytes)
 
 
+def test_only_what_the_engine_loads_there_is_chosen(tmp_path: Path) -> None:
+    """vLLM has no kernel for 8-bit groups on a CPU, and one on GPUs."""
+    found = {}
+    for gpu in ("cpu", "H100"):
+        out = tmp_path / gpu
+        quantry.quantize(
+            "demo", out, preset="auto", budget="8bpw", gpu=gpu, format="compressed-tensors", samples=8, length=256
+        )
+        recipe = from_card(json.loads((out / "quantry.json").read_text()))
+        found[gpu] = {rule.preset.scheme.weight.bits for rule in recipe.rules if rule.preset}
+    assert 8 in found["H100"]
+    assert found["cpu"] == {4}
+
+
 # ---- bad input ----
 
 REFUSED = {
     "needs a size to aim at": ("--preset", "auto"),
-    "has no use without --preset auto": ("--preset", "w4a16", "--budget", "4bpw"),
+    "--gpu has no use without --preset auto": ("--preset", "w4a16", "--gpu", "cpu"),
+    "--budget has no use without --preset auto": ("--preset", "w4a16", "--budget", "4bpw"),
     "--group has no use with preset auto": ("--preset", "auto", "--budget", "4bpw", "--group", "64"),
     "format gptq cannot mix grids": ("--preset", "auto", "--budget", "5bpw", "--format", "gptq"),
     "'many' is not understood": ("--preset", "auto", "--budget", "many"),

@@ -70,7 +70,7 @@ def test_flags_are_frozen() -> None:
         ],
         "presets": ["--json"],
         "quantize": [
-            "--budget", "--data", "--device", "--dry-run", "--format", "--group", "--imatrix", "--input-scales", "--json",
+            "--budget", "--data", "--device", "--dry-run", "--format", "--gpu", "--group", "--imatrix", "--input-scales", "--json",
             "--keep-odd", "--kv", "--length", "--low-memory", "--output", "--plan", "--preset", "--recipe", "--report",
             "--rounder", "--samples", "--sequential", "--transform", "-o", "model",
         ],

@@ -6,7 +6,7 @@ padding included; bits a weight, and what fits a device, are about the tensors a
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ from typing import Any
 from quantry import recipe as recipes
 from quantry import registry
 from quantry.budget import Budget, Fit, Solution, limits, parse, solve
+from quantry.devices import hardware
 from quantry.errors import RecipeError
 from quantry.formats.gguf import NAME as GGUF
 from quantry.harm import Progress, Sensitivity, sensitivity, unmeasured
+from quantry.planning.feasibility import feasible
 from quantry.planning.room import settled
 from quantry.recipe import Recipe
 from quantry.types import Anatomy, Checkpoint
@@ -66,19 +68,26 @@ def mixed(
     rounder: str,
     transform: str,
     kv: str | None,
+    gpu: str | None = None,
     progress: Progress | None = None,
     **text: Any,
 ) -> Mixture:
-    """The mixture of `model` for a budget in words; `size` tells what a recipe takes, `text` what to measure on."""
+    """The mixture of `model` for a budget in words; `size` tells what a recipe takes, `text` what to measure on.
+
+    With a device (`gpu`, or the one that it is to fit) only what the format's engine loads there is chosen from.
+    """
     wanted = parse(budget, parameters=anatomy.parameters)
     ways = (rounder, transform, kv)
-    blank = _Mixer(unmeasured(checkpoint, anatomy, form, transform), *ways)
+    choice = unmeasured(checkpoint, anatomy, form, transform)
+    place = wanted.device if isinstance(wanted, Fit) else gpu
+    left_out = {FP8} | (_refused(choice, checkpoint, place) if place else set())  # inputs stay in 16 bit
+    blank = _Mixer(choice, *ways, left_out)
     if isinstance(wanted, Budget):  # refused before minutes are spent on it
         blank.within(wanted, size)
     else:
         blank.fitting(wanted, checkpoint)
     found = sensitivity(model, format=form, rounder=rounder, transform=transform, progress=progress, **text)
-    mixer = _Mixer(found, *ways)
+    mixer = _Mixer(found, *ways, left_out)
     chosen, solution = mixer.within(wanted, size) if isinstance(wanted, Budget) else mixer.fitting(wanted, checkpoint)
     return Mixture(chosen, found, solution.damage)
 
@@ -86,11 +95,14 @@ def mixed(
 class _Mixer:
     """Recipes from what is known of the layers."""
 
-    def __init__(self, found: Sensitivity, rounder: str, transform: str, kv: str | None) -> None:
+    def __init__(
+        self, found: Sensitivity, rounder: str, transform: str | None, kv: str | None, left_out: Collection[str] = ()
+    ) -> None:
         self._found, self._rounder, self._transform, self._kv = found, rounder, transform, kv
         self._items = tuple(
-            replace(item, options=tuple(one for one in item.options if one.name != FP8)) for item in found.items()
-        )  # inputs stay in 16 bit
+            replace(item, options=tuple(one for one in item.options if one.name not in left_out))
+            for item in found.items()
+        )
 
     def within(self, budget: Budget, size: Size) -> tuple[Recipe, Solution]:
         """The best mixture that is not larger than the budget."""
@@ -125,6 +137,13 @@ class _Mixer:
         budget, made = settled(fit, checkpoint, ENGINES[self._found.format], first, make)
         return made, solve(self._items, budget.bytes, at_most=True)
 
+    def uniform(self, name: str) -> Recipe:
+        """All layers stored in one way, but those that cannot be: in 16 bit."""
+        chosen = {
+            item.name: next((one for one in item.options if one.name == name), item.options[-1]) for item in self._items
+        }
+        return self._recipe(Solution(chosen, 0, 0.0, 0.0), name)
+
     def _recipe(self, solution: Solution, words: str) -> Recipe:
         """A rule for every layer; what most weights get is also the preset for what no rule names."""
         rules: list[Mapping[str, Any]] = []
@@ -145,6 +164,22 @@ class _Mixer:
 
     def _bits(self, size: int) -> str:
         return f"{8 * size / self._found.parameters:.3f}"
+
+
+def _refused(found: Sensitivity, checkpoint: Checkpoint, place: str) -> set[str]:
+    """The ways to store a layer that the format's engine does not load on a device."""
+    device, engine = hardware(place).device, ENGINES[found.format]
+    names = {one.name for layer in found.layers for one in layer.candidates if one.rule != KEEP}
+    mixer = _Mixer(found, "nearest", None, None)
+    refused = {
+        name for name in names if feasible(checkpoint, mixer.uniform(name), engine, None, device).outcome == "refusal"
+    }
+    if refused == names:
+        raise RecipeError(
+            f"{engine} loads nothing of {checkpoint.source} as {found.format} on {device.name}",
+            fix="use another format or device; quantry plan says what runs where",
+        )
+    return refused
 
 
 def _preset(rule: Mapping[str, Any]) -> tuple[str, int | None]:

@@ -55,6 +55,7 @@ def quantize(
     format: str | None = None,  # noqa: A002 - the flag's name
     group: int | None = None,
     budget: str | None = None,
+    gpu: str | None = None,
     rounder: str | None = None,
     transform: str | None = None,
     imatrix: str | Path | None = None,
@@ -81,7 +82,7 @@ def quantize(
     for fp8 and fp8-head scales are stored, one a layer or one a head; int8 finds its own.
 
     Preset "auto" chooses for each tensor, so that the least is lost within a `budget`: "4.5bpw", "6GiB", "105453920B"
-    or "fits RTX 3060 at 8k".
+    or "fits RTX 3060 at 8k"; with `gpu`, a name of the catalogue or "cpu", from what its engine loads there.
     """
     out = Path(output).expanduser()
     check_target(out)
@@ -94,14 +95,15 @@ def quantize(
     text = {"data": data, "samples": samples, "length": length}
     if preset == AUTO:
         unused = {"recipe": recipe, "plan": plan, "group": group, "imatrix": imatrix, "input_scales": input_scales}
-        ways = {"rounder": rounder or MIXED_BY[0], "transform": transform or MIXED_BY[1], "kv": kv}
+        ways = {"rounder": rounder or MIXED_BY[0], "transform": transform or MIXED_BY[1], "kv": kv, "gpu": gpu}
         mixture = _mixed(model, budget, format, ways, unused, {**text, "device": device}, progress)
         steps = mixture.recipe
-    elif budget is None:
+    elif budget is None and gpu is None:
         mixture = None
         steps = from_options(preset, _path(recipe), _path(plan), format, group, rounder, input_scales, kv, transform)
     else:
-        raise RecipeError("--budget has no use without --preset auto", fix="add it, or leave the budget out")
+        name = "gpu" if budget is None else "budget"
+        raise RecipeError(f"--{name} has no use without --preset auto", fix=f"add it, or leave --{name} out")
     checkpoint = open_checkpoint(model)
     anatomy = sixteen_bit(checkpoint)
     weights = _importance(imatrix, steps)

