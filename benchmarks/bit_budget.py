@@ -503,6 +503,8 @@ class Artefacts:
 
     def _auto(self, kind: str, theirs: Figures, form: str) -> "Row":
         budget = {"preset": "auto", "budget": f"{theirs.get('bytes')}B", "format": form, "sequential": None}
+        if form != "gguf":
+            budget["gpu"] = "cpu"  # where vLLM serves it here
         row: Row = self._peers.Row(self._peers.OURS, kind, "auto", budget)
         return row
 

@@ -77,6 +77,10 @@ def test_flags_are_frozen() -> None:
         "sensitivity": [
             "--data", "--device", "--format", "--grids", "--json", "--length", "--rounder", "--samples", "--transform", "model",
         ],
+        "sweep": [
+            "--data", "--device", "--engine", "--engine-python", "--gate", "--group", "--json", "--length", "--output", "--peers",
+            "--presets", "--rounder", "--samples", "--text", "--verify-length", "--windows", "-o", "model",
+        ],
         "verify": [
             "--device", "--engine", "--engine-python", "--gate", "--json", "--judge", "--judge-key", "--judge-model", "--length",
             "--limit", "--max-tokens", "--prompts", "--reference", "--report", "--tasks", "--text", "--windows", "artefact",
