@@ -284,7 +284,7 @@ def test_items_that_make_no_sense_are_a_bug_of_the_caller(items: list[Item]) -> 
     ],
 )
 def test_sizes_as_people_write_them(text: str, size: int, words: str) -> None:
-    assert parse(text, parameters=10**9) == Budget(size, words)
+    assert parse(text, parameters=10**9) == Budget(size, words, files="bits" not in words)
 
 
 def test_bits_are_rounded_down_without_floats() -> None:

@@ -159,7 +159,7 @@ def test_compact_divergence_is_a_lower_bound_that_grows_with_k(
         reference = compact(p, tokens, 1, k)
         found.append(kl(reference, observe(q, tokens, 1, reference.ids)))
     full = full_kl(p[:-1], q[:-1])
-    rounding = 3e-6 * (1 + full)
+    rounding = 1e-4 * (1 + full)  # what is left beside the kept tokens is a difference: few digits where it is small
     for fewer, more in pairwise([np.zeros(4), *found, full]):
         assert (fewer <= more + rounding).all()
     np.testing.assert_allclose(found[-1], full, atol=rounding.max())
