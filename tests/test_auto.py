@@ -203,6 +203,7 @@ REFUSED = {
     "'many' is not understood": ("--preset", "auto", "--budget", "many"),
     "the smallest possible is 2561504 bytes": ("--preset", "auto", "--budget", "1MB"),
     "the largest 14833120": ("--preset", "auto", "--budget", "1GB"),
+    "--gpu cpu has no use": ("--preset", "auto", "--budget", "fits RTX 3060 12GB at 512", "--gpu", "cpu"),
     "unknown transform 'awk'": ("--preset", "gguf-q4_0", "--transform", "awk"),
     "keeps inputs in 16 bit": ("--preset", "gguf-q4_0", "--transform", "smoothquant"),
     "which scales the inputs": ("--preset", "gguf-q4_0", "--transform", "awq", "--imatrix", "auto"),

@@ -21,7 +21,11 @@ from quantry.cli import app
 from quantry.errors import OutputError, QuantryError, RecipeError, UnknownNameError
 from quantry.pipeline import quantize
 from quantry.proof.verification import verify
-from quantry.sweeping import Outcome, Sweep, marked, page, read_specs, sweep
+from quantry.recipe import from_card
+from quantry.sweeping import Outcome, Sweep, sweep
+from quantry.sweeping.ordering import read_peers
+from quantry.sweeping.specs import read_specs
+from quantry.sweeping.table import marked, page
 
 PRESETS = "gguf-q4_0,w4a16:group=64,format=compressed-tensors,w4a16-gptq:group=64"
 NAMES = ["gguf-q4_0", "w4a16_format-compressed-tensors_group-64", "w4a16-gptq_group-64"]
@@ -163,6 +167,11 @@ def test_the_report_is_written(finished: tuple[Path, Sweep]) -> None:
         assert words in html
     assert str(out.parent) not in html
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
+    for row in done.rows[: len(NAMES)]:
+        own = (out / row.name / "report.html").read_text()
+        assert f"{row.perplexity:.3f}" in own
+        assert str(out.parent) not in own
+        assert (out / row.name / "report.png").read_bytes().startswith(b"\x89PNG")
     assert not list(out.glob("*.lock")) + list(out.glob("*.partial"))
 
 
@@ -281,10 +290,38 @@ def test_the_command_is_the_function(again: Path, peer: Path, finished: tuple[Pa
             ["auto_budget-4.5bpw", "auto_budget-fits-RTX-3060-at-8k"],
         ),
         ("auto:budget=../../../x", ["auto_budget-x"]),
+        ("w4a16:transform=awq,rounder=gptq", ["w4a16_rounder-gptq_transform-awq"]),
+        ("auto:gpu=2x RTX 3090,budget=4bpw,transform=awq", ["auto_transform-awq_budget-4bpw_gpu-2x-RTX-3090"]),
     ],
 )
 def test_names_of_folders(text: str, names: list[str]) -> None:
     assert [spec.name for spec in read_specs(text, {})] == names
+
+
+def test_the_transform_of_a_spec(tmp_path: Path) -> None:
+    """The artefact is that of quantize with the same transform, not that of the preset alone."""
+    out, specs = tmp_path / "out", "w4a16:transform=awq,group=64"
+    (row,) = sweep("demo", out, presets=specs, **TEXT, **CALIBRATION).rows
+    assert row.name == "w4a16_group-64_transform-awq"
+    quantize("demo", tmp_path / "own", preset="w4a16", transform="awq", group=64, **CALIBRATION)
+    quantize("demo", tmp_path / "plain", preset="w4a16", group=64)
+    swept, own, plain = (
+        (folder / "model.safetensors").read_bytes() for folder in (out / row.name, tmp_path / "own", tmp_path / "plain")
+    )
+    assert swept == own
+    assert swept != plain
+
+
+def test_the_gpu_of_a_spec(tmp_path: Path) -> None:
+    """vLLM has no kernel for 8-bit groups on a CPU, so there is none in a mixture for one; without a device there is."""
+    alone = "auto:budget=8bpw,format=compressed-tensors"
+    done = sweep("demo", tmp_path / "out", presets=[alone, f"{alone},gpu=cpu"], **TEXT, **CALIBRATION)
+    found = []
+    for row in done.rows:
+        recipe = from_card(json.loads((tmp_path / "out" / row.name / "quantry.json").read_text()))
+        found.append({rule.preset.scheme.weight.bits for rule in recipe.rules if rule.preset})
+    assert 8 in found[0]
+    assert found[1] == {4}
 
 
 def test_options_of_all_presets() -> None:
@@ -311,6 +348,12 @@ def test_options_of_all_presets() -> None:
         ({"presets": "w4a16:imatrix=auto"}, RecipeError, "imatrix has no use"),
         ({"presets": "gguf-q4_0:imatrix=/nowhere.gguf"}, QuantryError, "/nowhere.gguf"),
         ({"presets": "w4a16:budget=4bpw"}, RecipeError, "write auto:budget=4bpw"),
+        ({"presets": "w4a16:gpu=cpu"}, RecipeError, "w4a16:gpu=cpu: a gpu has no use without preset auto"),
+        ({"presets": "auto:budget=4bpw,gpu=RTX 9999"}, UnknownNameError, "unknown device 'rtx 9999'"),
+        ({"presets": "w4a16:transform=awk"}, UnknownNameError, "did you mean awq"),
+        ({"presets": "auto:budget=4bpw,transform=awk"}, UnknownNameError, "did you mean awq"),
+        ({"presets": "auto:budget=4bpw,transform=smoothquant"}, RecipeError, "keeps inputs in 16 bit"),
+        ({"presets": "gguf-q4_0:transform=awq,imatrix=auto"}, RecipeError, "imatrix has no use with awq"),
         ({"presets": "auto"}, RecipeError, "auto: preset auto needs a size"),
         ({"presets": "auto:budget=much"}, RecipeError, "is not understood"),
         ({"presets": "auto:budget=4bpw,format=awq"}, RecipeError, "cannot mix grids"),
@@ -344,13 +387,11 @@ def test_names_of_peers(peer: Path, tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         shutil.copy(peer, tmp_path / folder / "model.gguf")
-    from quantry.sweeping import _peers
-
-    found = _peers([tmp_path / "a/model.gguf", tmp_path / "b/model.gguf", peer], ())
+    found = read_peers([tmp_path / "a/model.gguf", tmp_path / "b/model.gguf", peer], ())
     assert [name for name, _, _ in found] == ["a/model.gguf", "b/model.gguf", "other.gguf"]
     same = shutil.copy(peer, tmp_path / "gguf-q4_0")
     with pytest.raises(RecipeError, match="2 files of the table would be called gguf-q4_0"):
-        _peers([same], read_specs("gguf-q4_0", {}))
+        read_peers([same], read_specs("gguf-q4_0", {}))
 
 
 def test_a_command_line_error_is_one_line(tmp_path: Path) -> None:

@@ -77,6 +77,8 @@ def mixed(
     With a device (`gpu`, or the one that it is to fit) only what the format's engine loads there is chosen from.
     """
     wanted = parse(budget, parameters=anatomy.parameters)
+    if gpu and isinstance(wanted, Fit):
+        raise RecipeError(f"--gpu {gpu} has no use: the budget names {wanted.device}", fix="leave --gpu out")
     ways = (rounder, transform, kv)
     choice = unmeasured(checkpoint, anatomy, form, transform)
     place = wanted.device if isinstance(wanted, Fit) else gpu
