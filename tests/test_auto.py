@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ import torch
 import quantry
 from quantry import mixing, pipeline
 from quantry.anatomy import sixteen_bit
-from quantry.budget import Option, Solution
+from quantry.budget import Budget, Option, Solution
 from quantry.checkpoint.reader import local_folder, open_checkpoint
 from quantry.errors import QuantryError, RecipeError
 from quantry.harm import Sensitivity, unmeasured
-from quantry.recipe import from_card
+from quantry.recipe import Recipe, from_card
 from quantry.types import Artefact
 from test_calibrated_models import divergence, logits, windows
 from tiny_models import ARCHITECTURES, write_model
@@ -54,6 +55,32 @@ def written(artefact: Artefact) -> int:
 def test_files_have_the_size_that_was_asked_for(form: str, budget: str, made: Callable[..., Artefact]) -> None:
     asked = int(budget.removesuffix("B"))
     assert 0.995 * asked <= written(made(budget, form)) <= asked
+
+
+@pytest.mark.parametrize(("form", "count"), [("gguf", 8), ("compressed-tensors", 80)])
+def test_any_size_is_met(form: str, count: int) -> None:
+    """Whatever is chosen, and however long the headers become by it."""
+    checkpoint = open_checkpoint("demo")
+    anatomy, draw = sixteen_bit(checkpoint), random.Random(1)
+    blank = unmeasured(checkpoint, anatomy, form, "awq")
+    layers = tuple(
+        replace(
+            layer,
+            candidates=tuple(
+                replace(one, damage=draw.random() * layer.parameters / one.bytes**2) for one in layer.candidates
+            ),
+        )
+        for layer in blank.layers
+    )
+    mixer = mixing._Mixer(replace(blank, layers=layers), "gptq", "awq", None)
+
+    def size(recipe: Recipe) -> tuple[int, int]:
+        return pipeline._sizes(pipeline._order(checkpoint, recipe, anatomy.blocks, None, keep_odd=True))
+
+    for _ in range(count):
+        asked = draw.randrange(5_400_000, 14_000_000)
+        recipe, _ = mixer.within(Budget(asked, "some size", files=True), size)
+        assert 0.995 * asked <= size(recipe)[0] <= asked
 
 
 @pytest.mark.parametrize("form", FORMATS)

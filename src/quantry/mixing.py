@@ -26,7 +26,7 @@ from quantry.ways import FORMATS, FP8, KEEP
 
 ENGINES = {GGUF: "llama.cpp", "compressed-tensors": "vllm"}  # that a device is shared with
 UNROUNDED = {GGUF: "gguf-bf16", "compressed-tensors": "bf16"}
-ROUNDS = 8  # padding differs by a few bytes from mixture to mixture: two are enough
+ROUNDS = 16  # headers and padding differ from mixture to mixture: a few are enough
 Size = Callable[[Recipe], tuple[int, int]]  # bytes of the files, and of their tensors
 
 
@@ -121,12 +121,12 @@ class _Mixer:
                 f"bytes ({self._bits(smallest)} bits a weight), the largest {largest + beside} ({self._bits(largest)})",
                 fix="ask for a size between them",
             )
-        for _ in range(ROUNDS):
-            solution = solve(self._items, budget.bytes - beside)
+        for number in range(ROUNDS):
+            solution = solve(self._items, max(smallest, budget.bytes - beside))
             made, found = taken(solution)
             if found <= budget.bytes:
                 return made, solution
-            beside += found - budget.bytes
+            beside += max(found - budget.bytes, 16 << number)  # another choice may have other headers
         raise RecipeError(f"no mixture was found for {budget.words}", fix="ask for another size")
 
     def fitting(self, fit: Fit, checkpoint: Checkpoint) -> tuple[Recipe, Solution]:
