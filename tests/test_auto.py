@@ -67,7 +67,7 @@ def test_any_size_is_met(form: str, count: int) -> None:
         replace(
             layer,
             candidates=tuple(
-                replace(one, damage=draw.random() * layer.parameters / one.bytes**2) for one in layer.candidates
+                replace(one, damage=draw.uniform(1, 1.02) * layer.parameters / one.bytes**4) for one in layer.candidates
             ),
         )
         for layer in blank.layers
@@ -75,12 +75,14 @@ def test_any_size_is_met(form: str, count: int) -> None:
     mixer = mixing._Mixer(replace(blank, layers=layers), "gptq", "awq", None)
 
     def size(recipe: Recipe) -> tuple[int, int]:
-        return pipeline._sizes(pipeline._order(checkpoint, recipe, anatomy.blocks, None, keep_odd=True))
+        whole, tensors = pipeline._sizes(pipeline._order(checkpoint, recipe, anatomy.blocks, None, keep_odd=True))
+        zeros = sum(bool(rule.preset and not rule.preset.scheme.weight.symmetric) for rule in recipe.rules)
+        return whole + 1000 * zeros, tensors  # names of layers may be long
 
     for _ in range(count):
-        asked = draw.randrange(5_400_000, 14_000_000)
+        asked = draw.randrange(5_400_000, 8_000_000)
         recipe, _ = mixer.within(Budget(asked, "some size", files=True), size)
-        assert 0.995 * asked <= size(recipe)[0] <= asked
+        assert 0.98 * asked <= size(recipe)[0] <= asked  # a layer is more than 1 % of so small a model
 
 
 @pytest.mark.parametrize("form", FORMATS)
