@@ -16,12 +16,14 @@ import torch
 import quantry
 from quantry import mixing, pipeline
 from quantry.anatomy import sixteen_bit
-from quantry.budget import Budget, Option, Solution
+from quantry.budget import Budget, Fit, Option, Solution, solve
 from quantry.checkpoint.reader import local_folder, open_checkpoint
 from quantry.errors import QuantryError, RecipeError
 from quantry.harm import Sensitivity, unmeasured
+from quantry.planning.models import open_model
+from quantry.planning.room import fits
 from quantry.recipe import Recipe, from_card
-from quantry.types import Artefact
+from quantry.types import Artefact, Checkpoint
 from test_calibrated_models import divergence, logits, windows
 from tiny_models import ARCHITECTURES, write_model
 
@@ -57,12 +59,9 @@ def test_files_have_the_size_that_was_asked_for(form: str, budget: str, made: Ca
     assert 0.995 * asked <= written(made(budget, form)) <= asked
 
 
-@pytest.mark.parametrize(("form", "count"), [("gguf", 8), ("compressed-tensors", 80)])
-def test_any_size_is_met(form: str, count: int) -> None:
-    """Whatever is chosen, and however long the headers become by it."""
-    checkpoint = open_checkpoint("demo")
-    anatomy, draw = sixteen_bit(checkpoint), random.Random(1)
-    blank = unmeasured(checkpoint, anatomy, form, "awq")
+def invented(checkpoint: Checkpoint, form: str, draw: random.Random) -> mixing._Mixer:
+    """A mixer of damages that fall with the bytes."""
+    blank = unmeasured(checkpoint, sixteen_bit(checkpoint), form, "awq")
     layers = tuple(
         replace(
             layer,
@@ -72,7 +71,27 @@ def test_any_size_is_met(form: str, count: int) -> None:
         )
         for layer in blank.layers
     )
-    mixer = mixing._Mixer(replace(blank, layers=layers), "gptq", "awq", None)
+    return mixing._Mixer(replace(blank, layers=layers), "gptq", "awq", None, {"fp8-dynamic"})
+
+
+@pytest.mark.parametrize(("form", "engine"), [("gguf", "llama.cpp"), ("compressed-tensors", "vllm")])
+def test_what_fits_a_device(form: str, engine: str) -> None:
+    """By the planner's own figures; one per cent more does not."""
+    checkpoint, fit = open_model("llama-3.1-8b"), Fit("RTX 3060 12GB", 8192)
+    mixer = invented(checkpoint, form, random.Random(2))
+    recipe, solution = mixer.fitting(fit, checkpoint)
+    assert fits(fit, checkpoint, engine, recipe)
+    assert recipe.budget == f"fits RTX 3060 12GB at 8192 tokens with {engine}"
+    more = mixer._recipe(solve(mixer._items, int(solution.bytes * 1.01)), "more")
+    assert not fits(fit, checkpoint, engine, more)
+
+
+@pytest.mark.parametrize(("form", "count"), [("gguf", 8), ("compressed-tensors", 80)])
+def test_any_size_is_met(form: str, count: int) -> None:
+    """Whatever is chosen, and however long the headers become by it."""
+    checkpoint = open_checkpoint("demo")
+    anatomy, draw = sixteen_bit(checkpoint), random.Random(1)
+    mixer = invented(checkpoint, form, draw)
 
     def size(recipe: Recipe) -> tuple[int, int]:
         whole, tensors = pipeline._sizes(pipeline._order(checkpoint, recipe, anatomy.blocks, None, keep_odd=True))
