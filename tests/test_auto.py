@@ -139,6 +139,7 @@ def test_what_it_says_of_itself(form: str, made: Callable[..., Artefact]) -> Non
     assert {one.rounder for one in recipe.presets} == {"gptq"}
     found = Sensitivity.from_dict(json.loads((Path(artefact.path) / "sensitivity.json").read_text()))
     assert sum(len(layer.match) for layer in found.layers) == len(recipe.rules)
+    assert found.source == "demo"
     assert (
         f"predicted divergence is {artefact.notes[0].split()[4]} nats"
         in (Path(artefact.path) / "README.md").read_text()
@@ -151,6 +152,14 @@ def test_what_it_says_of_itself(form: str, made: Callable[..., Artefact]) -> Non
     else:
         config = json.loads((Path(artefact.path) / "config.json").read_text())["quantization_config"]
         assert len(config["config_groups"]) > 1
+
+
+def test_no_path_of_the_machine_is_written(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", "LlamaForCausalLM")
+    out = tmp_path / "out"
+    quantry.quantize(tmp_path / "model", out, preset="auto", budget="9bpw", samples=4, length=64)
+    for name in ("quantry.json", "README.md", "sensitivity.json"):
+        assert str(tmp_path) not in (out / name).read_text(), name
 
 
 def test_a_second_size_needs_no_second_measurement(

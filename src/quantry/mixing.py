@@ -38,6 +38,10 @@ class Mixture:
     sensitivity: Sensitivity
     damage: float  # nats a token, as if the errors of layers did not meet
 
+    def told(self, source: str) -> str:
+        """What it was chosen from, as JSON, under a name that is no path of this machine."""
+        return replace(self.sensitivity, source=source).to_json()
+
 
 def check(budget: str | None, form: str | None, unused: Mapping[str, Any]) -> str:
     """The format of a mixture; refuses what goes without one, or has no use with one."""

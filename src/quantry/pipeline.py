@@ -135,7 +135,7 @@ def quantize(
         order = _gguf(checkpoint, steps, weights, file)
     container = order.container(folder)
     size = shard_bytes or container.shard_bytes
-    beside = {} if mixture is None else {SENSITIVITY: mixture.sensitivity.to_json().encode()}
+    beside = {} if mixture is None else {SENSITIVITY: mixture.told(Path(model).name).encode()}
     job = Job(
         checkpoint, folder, steps, order.division, planned, container, size, where.type, inputs, anatomy.blocks, beside
     )
