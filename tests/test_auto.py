@@ -18,11 +18,12 @@ from quantry import mixing, pipeline
 from quantry.anatomy import sixteen_bit
 from quantry.budget import Budget, Fit, Option, Solution, solve
 from quantry.checkpoint.reader import local_folder, open_checkpoint
+from quantry.checkpoint.writer import nbytes
 from quantry.errors import QuantryError, RecipeError
 from quantry.harm import Sensitivity, unmeasured
 from quantry.planning.models import open_model
 from quantry.planning.room import fits
-from quantry.recipe import Recipe, from_card
+from quantry.recipe import Recipe, from_card, from_options
 from quantry.types import Artefact, Checkpoint
 from test_calibrated_models import divergence, logits, windows
 from tiny_models import ARCHITECTURES, write_model
@@ -168,6 +169,21 @@ def test_a_second_size_needs_no_second_measurement(
     made("6.5bpw", "gguf")
     monkeypatch.setattr("quantry.harm._measured", lambda *_: pytest.fail("measured again"))
     assert made("7.5bpw", "gguf").bits_per_weight <= 7.5
+
+
+@pytest.mark.parametrize(("form", "preset"), [("gguf", "gguf-q4_0"), ("compressed-tensors", "w8a16")])
+def test_the_size_of_files_is_known_to_the_byte(form: str, preset: str, tmp_path: Path) -> None:
+    """Headers, and the padding behind a tensor whose bytes are no multiple of 32."""
+    write_model(tmp_path / "model", "LlamaForCausalLM", vocab_size=673)
+    checkpoint = open_checkpoint(tmp_path / "model")
+    recipe = from_options(preset, None, None, form, None if form == "gguf" else 32)
+    order = pipeline._order(checkpoint, recipe, sixteen_bit(checkpoint).blocks, None, keep_odd=True)
+    sizes = [nbytes(kind, shape) for piece in order.division.pieces for _, kind, shape in piece.entries]
+    assert form != "gguf" or any(size % 32 for size in sizes)
+    artefact = quantry.quantize(
+        tmp_path / "model", tmp_path / "out", preset=preset, format=form, group=None if form == "gguf" else 32
+    )
+    assert pipeline._sizes(order) == (written(artefact), artefact.bytes)
 
 
 @pytest.mark.parametrize("form", FORMATS)
