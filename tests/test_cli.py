@@ -42,8 +42,9 @@ def imported(*arguments: str) -> set[str]:
 
 def test_public_names_are_frozen() -> None:
     assert set(quantry.__all__) == {
-        "Anatomy", "Artefact", "Device", "Difference", "Hardware", "Proof", "QuantryError", "__version__", "convert", "diff",
-        "hardware", "inspect", "matrix", "plan", "presets", "quantize", "sensitivity", "sweep", "verify",
+        "Anatomy", "Artefact", "Device", "Difference", "Hardware", "Proof", "QuantryError", "__version__", "bench", "convert",
+        "diff", "hardware", "inspect", "matrix", "plan", "presets", "quantize", "run", "sensitivity", "serve", "sweep", "tune",
+        "verify",
     }  # fmt: skip
     for name in quantry.__all__:
         assert getattr(quantry, name) is not None
@@ -60,6 +61,12 @@ def test_flags_are_frozen() -> None:
         for name, command in group.commands.items()  # type: ignore[attr-defined]
     }
     assert flags == {
+        "bench": [
+            "--answer-tokens", "--api-key", "--chat", "--concurrency", "--dataset", "--guidellm-python", "--json", "--model",
+            "--output", "--prompt-tokens", "--rate", "--requests", "--seconds", "--seed", "--shared-prefix", "--slo", "--timeout",
+            "--tokenizer", "-o", "url",
+        ],
+        "chat": ["--api-key", "--max-tokens", "--model", "--system", "--temperature", "url"],
         "convert": ["--dry-run", "--json", "--output", "--requantize", "--to", "-o", "source"],
         "diff": ["--device", "--json", "--length", "--text", "--windows", "a", "b"],
         "hardware": ["--gpu", "--json"],
@@ -74,12 +81,29 @@ def test_flags_are_frozen() -> None:
             "--keep-odd", "--kv", "--length", "--low-memory", "--output", "--plan", "--preset", "--recipe", "--report",
             "--rounder", "--samples", "--sequential", "--transform", "-o", "model",
         ],
+        "run": [
+            "--ask", "--budget", "--context", "--device", "--engine", "--engine-python", "--for", "--gpu", "--json", "--output",
+            "--port", "--serve", "--text", "--windows", "--yes", "-o", "-y", "model",
+        ],
         "sensitivity": [
             "--data", "--device", "--format", "--grids", "--json", "--length", "--rounder", "--samples", "--transform", "model",
+        ],
+        "serve": [
+            "--api-key", "--batch-tokens", "--cache-gib", "--chunked-prefill", "--context", "--draft", "--draft-tokens",
+            "--dry-run", "--dtype", "--eager", "--engine", "--engine-bin", "--engine-python", "--engine-version", "--explain",
+            "--head", "--host", "--image", "--json", "--kv", "--log", "--lookup", "--name", "--nodes", "--offload-layers",
+            "--parallel", "--patience", "--pipeline-parallel", "--port", "--prefix-cache", "--quantization", "--quiet",
+            "--tensor-parallel", "--threads", "--trust-remote-code", "--utilization", "extra", "model",
         ],
         "sweep": [
             "--data", "--device", "--engine", "--engine-python", "--gate", "--group", "--json", "--length", "--output", "--peers",
             "--presets", "--rounder", "--samples", "--text", "--verify-length", "--windows", "-o", "model",
+        ],
+        "tune": [
+            "--answer-tokens", "--cache-gib", "--chat", "--concurrency", "--context", "--dataset", "--draft", "--engine",
+            "--engine-bin", "--engine-python", "--guidellm-python", "--image", "--json", "--others", "--output", "--parallel",
+            "--prompt-tokens", "--requests", "--shared-prefix", "--slo", "--switches", "--tensor-parallel", "--threads",
+            "--tokenizer", "--utilization", "-o", "artefact", "extra",
         ],
         "verify": [
             "--device", "--engine", "--engine-python", "--gate", "--json", "--judge", "--judge-key", "--judge-model", "--length",
@@ -188,7 +212,7 @@ def test_unreadable_values_do_not_leak_a_traceback(make_folder: MakeFolder) -> N
 def test_unknown_plugin_is_answered_with_the_choices() -> None:
     with pytest.raises(UnknownNameError, match=r"unknown cli 'inspct'; did you mean inspect\?"):
         registry.load("quantry.cli", "inspct")
-    with pytest.raises(UnknownNameError, match="choose one of: convert, diff, hardware, inspect, matrix"):
+    with pytest.raises(UnknownNameError, match="choose one of: bench, chat, convert, diff, hardware"):
         registry.load("quantry.cli", "zzz")
     assert registry.load("quantry.cli", "inspect").__name__ == "quantry.cli.inspect"
 

@@ -12,12 +12,12 @@ import pytest
 
 from goldens import make_plan
 from quantry.devices.catalogue import catalogue, parse
-from quantry.engines import flags, latest
+from quantry.engines import engines, flags, latest
 from quantry.errors import QuantryError, UnknownNameError
 from quantry.pipeline import quantize
 from quantry.planning import decision, matrices, rules
 from quantry.planning.candidates import Request
-from quantry.planning.commands import MAKERS, Serving, commands
+from quantry.planning.commands import Serving, commands
 from quantry.planning.decision import Plan, plan
 from quantry.planning.feasibility import agrees, used_facts
 from quantry.planning.models import open_model
@@ -176,7 +176,9 @@ def test_asked_concurrency_is_kept_or_refused() -> None:
 
 
 def serving(engine: str, **changes: Any) -> Serving:
-    name, form = ("gguf-q4_k_m", "gguf") if engine in ("llama.cpp", "ollama") else ("w4a16", "compressed-tensors")
+    loaded = {"llama.cpp": ("gguf-q4_k_m", "gguf"), "ollama": ("gguf-q4_k_m", "gguf"), "onnxruntime": ("w4a16", "gptq"),
+              "deepspeed": ("bf16", "safetensors")}  # fmt: skip
+    name, form = loaded.get(engine, ("w4a16", "compressed-tensors"))
     plain = Serving("meta-llama/Llama-3.1-8B", presets()[name], form, engine, latest(engine), 4096, 8, "cuda")
     return replace(plain, **changes)
 
@@ -184,13 +186,14 @@ def serving(engine: str, **changes: Any) -> Serving:
 FULL = {"tensor_parallel": 2, "replicas": 2, "utilization": 0.5, "prefix_cache": True, "dtype": "float16"}
 
 
-@pytest.mark.parametrize("engine", MAKERS)
+@pytest.mark.parametrize("engine", engines())
 @pytest.mark.parametrize("platform", ["cuda", "cpu"])
 def test_every_flag_is_one_of_the_engine(engine: str, platform: str) -> None:
     kv = "q8_0" if engine == "llama.cpp" else "fp8" if engine == "vllm" else "auto"
-    words = commands(serving(engine, platform=platform, kv=kv, **FULL))["serve"]
+    full = FULL if engine != "onnxruntime" else FULL | {"tensor_parallel": 1}
+    words = commands(serving(engine, platform=platform, kv=kv, **full))["serve"]
     known = set(flags(engine, latest(engine)))
-    text = " ".join(words).partition("quantry serve")[0]
+    text = " ".join(words)
     used = {word for word in re.findall(r"(?<= )--?[a-z][\w-]*", text) if word not in ("-m", "-c")}
     used -= {"--model"} if "api_server" in text else set()  # of the module, not of `vllm serve`
     assert used <= known
@@ -199,7 +202,7 @@ def test_every_flag_is_one_of_the_engine(engine: str, platform: str) -> None:
 
 
 def test_a_flag_that_a_version_lacks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quantry.planning import commands as module
+    from quantry.engines import contract as module
 
     known = {name: flag for name, flag in flags("vllm").items() if name != "--max-num-seqs"}
     monkeypatch.setattr(module, "flags", lambda engine, version: known)
@@ -215,7 +218,7 @@ def test_a_value_that_a_flag_does_not_take_is_an_error() -> None:
 
 def test_commands_of_engines() -> None:
     """The words that the issues give: engines' own programs, quantry's own flags."""
-    words = {engine: commands(serving(engine))["serve"][:2] for engine in MAKERS}
+    words = {engine: commands(serving(engine))["serve"][:2] for engine in engines()}
     assert words["vllm"] == ["vllm", "serve"]
     assert words["llama.cpp"][0] == "llama-server"
     assert words["transformers"] == ["transformers", "serve"]

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantry.calibrate.cache import Statistics, Store, default_store, identity, statistics
+from quantry.calibrate.cache import Statistics, Store, default_store, statistics
 from quantry.calibrate.data import Data
 from quantry.calibrate.statistics import Observed, collect
+from quantry.checkpoint.identity import identity
 from quantry.checkpoint.reader import open_checkpoint
 from quantry.errors import OutputError, QuantryError
 from quantry.walk import Walk

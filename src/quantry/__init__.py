@@ -13,19 +13,24 @@ if TYPE_CHECKING:
     from quantry.devices import Device, Hardware, hardware
     from quantry.errors import QuantryError
     from quantry.harm import sensitivity
+    from quantry.job import run
+    from quantry.load.bench import bench
+    from quantry.load.tune import tune
     from quantry.pipeline import quantize
     from quantry.planning.decision import plan
     from quantry.planning.matrices import matrix
     from quantry.proof.comparison import diff
     from quantry.proof.verification import verify
     from quantry.recipe import presets
+    from quantry.serving import serve
     from quantry.sweeping import sweep
     from quantry.types import Anatomy, Artefact, Difference, Proof
 
 __version__ = "0.1.0"
 __all__ = [
-    "Anatomy", "Artefact", "Device", "Difference", "Hardware", "Proof", "QuantryError", "__version__", "convert",
-    "diff", "hardware", "inspect", "matrix", "plan", "presets", "quantize", "sensitivity", "sweep", "verify",
+    "Anatomy", "Artefact", "Device", "Difference", "Hardware", "Proof", "QuantryError", "__version__", "bench",
+    "convert", "diff", "hardware", "inspect", "matrix", "plan", "presets", "quantize", "run", "sensitivity", "serve",
+    "sweep", "tune", "verify",
 ]  # fmt: skip
 
 _HOMES = {
@@ -36,6 +41,7 @@ _HOMES = {
     "Hardware": "devices",
     "Proof": "types",
     "QuantryError": "errors",
+    "bench": "load.bench",
     "convert": "conversion",
     "diff": "proof.comparison",
     "hardware": "devices",
@@ -44,8 +50,11 @@ _HOMES = {
     "plan": "planning.decision",
     "presets": "recipe",
     "quantize": "pipeline",
+    "run": "job",
     "sensitivity": "harm",
+    "serve": "serving",
     "sweep": "sweeping",
+    "tune": "load.tune",
     "verify": "proof.verification",
 }
 

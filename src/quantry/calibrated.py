@@ -14,9 +14,10 @@ from torch import Tensor
 from quantry.arch.attention import text_config
 from quantry.arch.linears import Linear
 from quantry.arch.parts import decoder_block
-from quantry.calibrate.cache import default_store, identity, statistics
+from quantry.calibrate.cache import default_store, statistics
 from quantry.calibrate.data import LENGTH, SAMPLES, Data, load
 from quantry.calibrate.doctor import diagnose
+from quantry.checkpoint.identity import identity
 from quantry.checkpoint.reader import open_checkpoint, small_folder
 from quantry.checkpoint.weights import DTYPES as STORED
 from quantry.checkpoint.weights import PlainWeights

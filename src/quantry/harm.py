@@ -25,11 +25,12 @@ from torch import Tensor
 from quantry import __version__, registry
 from quantry.anatomy import sixteen_bit
 from quantry.budget import Item, Option
-from quantry.calibrate.cache import Statistics, default_store, identity, put, statistics
+from quantry.calibrate.cache import Statistics, default_store, put, statistics
 from quantry.calibrate.data import LENGTH, SAMPLES, Data, load
 from quantry.calibrate.doctor import diagnose
 from quantry.calibrate.fisher import Fisher, damage, embedding_damage, fisher, input_damage, stored
 from quantry.calibrate.statistics import module_names
+from quantry.checkpoint.identity import identity
 from quantry.checkpoint.reader import local_folder, open_checkpoint, small_folder
 from quantry.checkpoint.weights import MappedWeights, PlainWeights
 from quantry.compute import arithmetic

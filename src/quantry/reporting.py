@@ -25,8 +25,8 @@ from quantry.devices import Device
 from quantry.devices.catalogue import parse
 from quantry.devices.detect import detect
 from quantry.engines import latest
+from quantry.engines.contract import Serving, adapter
 from quantry.errors import CheckpointError, OutputError, QuantryError
-from quantry.planning.commands import Serving, serve
 from quantry.planning.feasibility import PLATFORMS
 from quantry.planning.memory import footprint
 from quantry.recipe import presets
@@ -219,22 +219,6 @@ class _Sensitivity:
 # ---- memory and the command ----
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed(Serving):
-    """An artefact that is there already, by the names that it has."""
-
-    folder: str = ""
-    file: str = ""
-
-    @property
-    def output(self) -> str:
-        return self.folder
-
-    @property
-    def gguf(self) -> str:
-        return f"{self.folder}/{self.file}"
-
-
 def _engine(told: Mapping[str, Any], proof: Mapping[str, Any]) -> str:
     """The engine that it was proved in, or the usual one of its format."""
     served = _object(proof.get("served") or {}, SERVED)
@@ -281,20 +265,21 @@ def _command(folder: Path, checkpoint: Checkpoint, told: Mapping[str, Any], engi
         return ""
     ggufs = sorted(name for name in checkpoint.files if name.endswith(".gguf"))
     kv = CACHES.get(engine, {}).get(str(_recipe(told).get("kv")), "auto")
-    placed = _Placed(
-        model=_text(told, "source"),
-        preset=known,
+    platform = "cpu" if device.kind == "cpu" else PLATFORMS.get(device.vendor, "cpu")
+    name = folder.resolve().name
+    asked = Serving(
+        model=f"{name}/{ggufs[0]}" if ggufs else name,
         format=_text(told, "format"),
         engine=engine,
         version=latest(engine),
+        platform=platform,
         context=_context(checkpoint),
         concurrency=1,
-        platform="cpu" if device.kind == "cpu" else PLATFORMS.get(device.vendor, "cpu"),
         kv=kv,
-        folder=folder.resolve().name,
-        file=ggufs[0] if ggufs else "",
+        cache_gib=1 if platform == "cpu" and engine == "vllm" else None,
+        bits=known.scheme.weight.bits,
     )
-    return shlex.join(serve(placed))
+    return shlex.join(adapter(engine).command(asked).shown())
 
 
 # ---- quantry.json ----

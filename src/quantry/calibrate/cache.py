@@ -30,14 +30,15 @@ from quantry.arch.parts import block_of
 from quantry.calibrate.data import Data
 from quantry.calibrate.passage import MEMORY, Passage, Progress
 from quantry.calibrate.statistics import LEAST, Heads, Observed, collect
+from quantry.checkpoint.identity import SAMPLED, places
 from quantry.checkpoint.weights import as_bytes
 from quantry.errors import ConfigError, QuantryError
-from quantry.types import Checkpoint, Stats
+from quantry.storage import home
+from quantry.types import Stats
 from quantry.walk import Block, Source
 
 FORMAT = 1  # of the files; another number leaves older ones unread
 BUDGET = 32 << 30  # bytes of all stores together
-SAMPLED, CHUNKS = 4096, 8  # bytes in a row and rows of them that tell one tensor from another
 
 PARTS = ("gram", "absmax", "mean_abs", "histogram")
 
@@ -51,9 +52,8 @@ class Store:
 
 
 def default_store(budget: int = BUDGET) -> Store:
-    """~/.cache/quantry/statistics; QUANTRY_CACHE names another place for ~/.cache/quantry."""
-    home = os.environ.get("QUANTRY_CACHE") or str(Path.home() / ".cache" / "quantry")
-    return Store(Path(home).expanduser() / "statistics", budget)
+    """The folder `statistics` of the cache."""
+    return Store(home() / "statistics", budget)
 
 
 @dataclass(slots=False, eq=False, kw_only=True)
@@ -75,7 +75,7 @@ class Statistics:
     scratch: Path | None = None  # where hidden states lie that are too large for memory; None: where temporary files do
     low_memory: bool = False  # one window at a time, hidden states in main memory
     progress: Progress | None = None
-    identity: str | None = None  # of the weights, where it is known (`identity`); else some values of each are read
+    identity: str | None = None  # of the weights, where it is known; else some values of each are read
     walked: int = field(default=0, init=False)  # blocks that were run for their statistics
 
     def __post_init__(self) -> None:
@@ -202,16 +202,6 @@ def statistics(
     return Statistics(source=source, data=data, device=torch.device(device), cache=cache, **how)
 
 
-def identity(checkpoint: Checkpoint) -> str:
-    """Tells one model from another by config, headers and some bytes of every tensor, whatever its size."""
-    digest = sha256(json.dumps(checkpoint.config, sort_keys=True, default=str).encode())
-    for tensor in sorted(checkpoint.tensors, key=lambda one: one.name):
-        digest.update(f"{tensor.name} {tensor.dtype} {list(tensor.shape)}".encode())
-        for start in _places(tensor.nbytes):
-            digest.update(checkpoint.read(tensor.file, tensor.start + start, min(SAMPLED, tensor.nbytes - start)))
-    return digest.hexdigest()
-
-
 def _values_digest(source: Source) -> str:
     """The same of a source that is no plain checkpoint; decoding takes as long as reading all of it."""
     digest = sha256(json.dumps(source.config, sort_keys=True, default=str).encode())
@@ -220,14 +210,9 @@ def _values_digest(source: Source) -> str:
         values = source.read(name)
         digest.update(f"{name} {values.dtype} {list(values.shape)}".encode())
         data = as_bytes(values)
-        for start in _places(len(data)):
+        for start in places(len(data)):
             digest.update(data[start : start + SAMPLED])
     return digest.hexdigest()
-
-
-def _places(size: int) -> range:
-    """Where samples of so many bytes begin."""
-    return range(0, size, max(SAMPLED, size // CHUNKS))
 
 
 def _pack(observed: Observed) -> bytes:

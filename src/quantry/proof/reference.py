@@ -14,7 +14,6 @@ half there is made anew.
 import fcntl
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -40,10 +39,10 @@ from quantry.proof.divergence import Array, Compact, all_ids, full_kl, kl, obser
 from quantry.proof.sources import ModelSource, open_source
 from quantry.proof.text import Window
 from quantry.rounders import nearest
+from quantry.storage import VARIABLE, home
 from quantry.types import Activation, Grid
 from quantry.walk import Progress, Source, Walk, run
 
-CACHE = "QUANTRY_CACHE"
 NOTED = ("vocabulary", "k", "recovered", "noise", "notes", "seconds")
 LAYOUT = 1  # of the files below; counted up when what they hold or how it is measured changes
 DATA, NOTE, LOCK = "reference.safetensors", "reference.json", "lock"
@@ -153,7 +152,7 @@ def shortfall(reference: Reference, rows: Tensor) -> float:
 
 def cache_folder() -> Path:
     """Where references are kept: in `~/.cache/quantry`, or where the environment says."""
-    return Path(os.environ.get(CACHE) or "~/.cache/quantry").expanduser() / "references"
+    return home() / "references"
 
 
 def fingerprint(source: ModelSource, windows: Sequence[Window], k: int | None) -> str:
@@ -398,5 +397,5 @@ def _writing(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise OutputError(
             f"cannot keep the reference in {folder}: {error.strerror}",
-            fix=f"set the environment variable {CACHE} to a folder with room that can be written to",
+            fix=f"set the environment variable {VARIABLE} to a folder with room that can be written to",
         ) from error

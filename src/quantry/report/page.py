@@ -1,31 +1,22 @@
-"""The page: sections in the order in which a colleague asks. Everything that is shown passes `_e`, which escapes it.
+"""The page: sections in the order in which a colleague asks."""
 
-There is no script, and the page forbids any: what a model is called cannot run.
-"""
-
-import html
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
-from importlib.resources import files
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from quantry.report.content import BlockMap, Content, Interval, Memory, Row, modules_of, plain
-from quantry.report.drawing import NARROW, WIDE, Plot
-from quantry.report.ink import settings, svg, variables
+from quantry.report.content import BlockMap, Content, Interval, Memory, Row, modules_of
+from quantry.report.drawing import NARROW, WIDE
+from quantry.report.ink import settings
+from quantry.report.markup import bullets, document, escaped, figure, nested, section, table
 from quantry.report.plots import plots
 from quantry.report.sizes import human
 
 WORST = 12  # layers that are listed
-# Contrast with the surface of at least 4.5 in both schemes.
-SIGNALS = (("good", "#13733a", "#58cf85"), ("bad", "#b3201b", "#ff8a80"), ("warn", "#8a5a00", "#e8b04a"))
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
 def page(content: Content) -> str:
     with settings():
         drawn = {width: plots(content, width) for width in (WIDE, NARROW)}
-        figures = {name: _figure(plot, drawn[NARROW][name]) for name, plot in drawn[WIDE].items()}
+        figures = {name: figure(plot, drawn[NARROW][name]) for name, plot in drawn[WIDE].items()}
     sections = (
         _head(content),
         _sizes(content, figures),
@@ -41,67 +32,24 @@ def page(content: Content) -> str:
             ".1f",
         ),
         _memory(content.memory, figures.get("memory", "")),
-        _section("Serve it", f'<pre class="command"><code>{_e(content.serve)}</code></pre>' if content.serve else ""),
-        _section("Notes", _list(content.notes)),
+        section(
+            "Serve it", f'<pre class="command"><code>{escaped(content.serve)}</code></pre>' if content.serve else ""
+        ),
+        section("Notes", bullets(content.notes)),
         _provenance(content),
     )
-    return _DOCUMENT.format(
-        title=_e(content.title), policy=POLICY, style=_style(), body="\n".join(filter(None, sections))
-    )
-
-
-_DOCUMENT = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<link rel="icon" href="data:,">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<main>
-{body}
-</main>
-</body>
-</html>
-"""
-
-
-def _e(value: object) -> str:
-    return html.escape(plain(str(value)), quote=True)
-
-
-@cache
-def _style() -> str:
-    light, dark = (variables(at) + "".join(f"--{row[0]}:{row[1 + at]};" for row in SIGNALS) for at in (0, 1))
-    sheet = files("quantry.report").joinpath("page.css").read_text(encoding="utf-8")
-    # Paper is white: the dark colours are for screens only.
-    return f":root{{{light}}}@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}\n{sheet}"
-
-
-def _section(title: str, *parts: str) -> str:
-    body = "\n".join(filter(None, parts))
-    return f"<section>\n<h2>{_e(title)}</h2>\n{body}\n</section>" if body else ""
-
-
-def _figure(wide: Plot, narrow: Plot) -> str:
-    """Both drawings; the style sheet shows the one that suits and hides the other, from screen readers too."""
-    drawings = "".join(
-        f'<div class="{kind}">{svg(plot.figure, f"{plot.name}-{kind}", plain(plot.title), plain(plot.about))}</div>'
-        f'{f"""<figcaption class="caption {kind}">{_e(plot.caption)}</figcaption>""" if plot.caption else ""}'
-        for kind, plot in (("wide", wide), ("narrow", narrow))
-    )
-    return f'<figure id="{wide.name}">{drawings}</figure>'
+    return document(content.title, sections)
 
 
 def _head(content: Content) -> str:
-    under = " · ".join(_e(part) for part in (content.model, content.date) if part)
+    under = " · ".join(escaped(part) for part in (content.model, content.date) if part)
     badge = {"pass": "passes", "fail": "fails"}.get(content.verdict)
-    shown = f'<p><span class="badge {content.verdict}">{_e(f"{badge} the gate {content.gate}".strip())}</span></p>'
-    parts = [f"<h1>{_e(content.title)}</h1>", f'<p class="under">{under}</p>' if under else "", shown if badge else ""]
+    shown = f'<p><span class="badge {content.verdict}">{escaped(f"{badge} the gate {content.gate}".strip())}</span></p>'
+    parts = [
+        f"<h1>{escaped(content.title)}</h1>",
+        f'<p class="under">{under}</p>' if under else "",
+        shown if badge else "",
+    ]
     return "<header>\n" + "\n".join(filter(None, [*parts, _tiles(content)])) + "\n</header>"
 
 
@@ -121,8 +69,8 @@ def _tiles(content: Content) -> str:
         found.append((f"{row.top1:.1%}", "same first token"))
     if row.perplexity is not None:
         found.append((f"{row.perplexity:.4g}", _against(row.perplexity, content.reference_perplexity)))
-    tiles = "".join(f"<li><b>{_e(value)}</b><span>{_e(words)}</span></li>" for value, words in found)
-    name = f'<p class="caption">{_e(row.name)}</p>' if row.name not in content.title else ""
+    tiles = "".join(f"<li><b>{escaped(value)}</b><span>{escaped(words)}</span></li>" for value, words in found)
+    name = f'<p class="caption">{escaped(row.name)}</p>' if row.name not in content.title else ""
     return f'<ul class="tiles">{tiles}</ul>{name}'
 
 
@@ -143,7 +91,7 @@ def _sizes(content: Content, figures: Mapping[str, str]) -> str:
         if content.noise_floor is not None
         else ""
     )
-    return _section("Size and what it costs", figures.get("pareto", ""), _rows(content, columns), floor)
+    return section("Size and what it costs", figures.get("pareto", ""), _rows(content, columns), floor)
 
 
 def _quality(content: Content, figures: Mapping[str, str]) -> str:
@@ -151,8 +99,8 @@ def _quality(content: Content, figures: Mapping[str, str]) -> str:
         "perplexity": lambda row: _spanned(row.perplexity, row.perplexity_interval, ".4g"),
         "same first token": lambda row: _spanned(row.top1, row.top1_interval, ".1%"),
     }
-    table = _rows(content, columns) if "quality" in figures else ""
-    return _section("Quality", figures.get("quality", ""), table)
+    rows = _rows(content, columns) if "quality" in figures else ""
+    return section("Quality", figures.get("quality", ""), rows)
 
 
 def _rows(content: Content, columns: Mapping[str, Callable[[Row], str]]) -> str:
@@ -162,13 +110,13 @@ def _rows(content: Content, columns: Mapping[str, Callable[[Row], str]]) -> str:
     if not rows or not kept:
         return ""
     lines = [
-        f'<tr{_class(row, content.chosen)}><th scope="row">{_e(row.name)}'
+        f'<tr{_class(row, content.chosen)}><th scope="row">{escaped(row.name)}'
         f"{' <small>(other tool)</small>' if row.peer else ''}</th>"
-        + "".join(f"<td>{_e(cell(row))}</td>" for cell in kept.values())
+        + "".join(f"<td>{escaped(cell(row))}</td>" for cell in kept.values())
         + "</tr>"
         for row in rows
     ]
-    return _table(["file", *kept], lines)
+    return table(["file", *kept], lines)
 
 
 def _class(row: Row, chosen: Row | None) -> str:
@@ -176,29 +124,17 @@ def _class(row: Row, chosen: Row | None) -> str:
     return f' class="{" ".join(names)}"' if names else ""
 
 
-def _table(columns: Sequence[str], lines: Iterable[str], kind: str = "", caption: str = "") -> str:
-    heads = "".join(f'<th scope="col">{_e(name)}</th>' for name in columns)
-    words = f"<caption>{_e(caption)}</caption>" if caption else ""
-    body = "\n".join(lines)
-    # A region that scrolls can be reached by keyboard.
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{_e(caption or "table")}">'
-        f'<table{f""" class="{kind}" """ if kind else ""}>{words}<thead><tr>{heads}</tr></thead>\n'
-        f"<tbody>{body}</tbody></table></div>"
-    )
-
-
 def _gate(content: Content) -> str:
     if not content.findings:
         return ""
     lines = [
-        f'<tr><td class="{kind}">{word}</td><td>{_e(finding.get("words", finding.get("name", "")))}'
-        f"{f'<br><small>{_e(fix)}</small>' if (fix := finding.get('fix')) else ''}</td></tr>"
+        f'<tr><td class="{kind}">{word}</td><td>{escaped(finding.get("words", finding.get("name", "")))}'
+        f"{f'<br><small>{escaped(fix)}</small>' if (fix := finding.get('fix')) else ''}</td></tr>"
         for finding in content.findings
         for kind, word in [_outcome(finding)]
     ]
-    return _section(
-        f"Gate {content.gate}".strip(), _table(["outcome", "finding"], lines, "words", "What was held against a limit")
+    return section(
+        f"Gate {content.gate}".strip(), table(["outcome", "finding"], lines, "words", "What was held against a limit")
     )
 
 
@@ -220,22 +156,22 @@ def _sensitivity(content: Content, figures: Mapping[str, str]) -> str:
         if found
     ]
     lines = [
-        f'<tr><th scope="row">{_e(module)}</th><td>{_e(block)}</td><td>{value:.3g}</td>'
+        f'<tr><th scope="row">{escaped(module)}</th><td>{escaped(block)}</td><td>{value:.3g}</td>'
         f"<td>{f'{value / total:.1%}' if total else '–'}</td>"
         + "".join(f"<td>{_number(found.get(block, {}).get(module), style)}</td>" for _, found, style in extra)
         + "</tr>"
         for block, module, value in sorted(cells, key=lambda cell: -cell[2])[:WORST]
     ]
     columns = ["module", "block", "predicted damage", "share of all", *(words for words, _, _ in extra)]
-    worst = _table(columns, lines, caption="The most fragile layers, worst first")
+    worst = table(columns, lines, caption="The most fragile layers, worst first")
     whole = _whole_map(content.sensitivity, "Predicted damage", ".3g")
-    return _section("Where the model is fragile", figures.get("sensitivity", ""), worst, whole)
+    return section("Where the model is fragile", figures.get("sensitivity", ""), worst, whole)
 
 
-def _map(title: str, found: BlockMap, figure: str, words: str, style: str) -> str:
+def _map(title: str, found: BlockMap, drawn: str, words: str, style: str) -> str:
     return (
-        _section(title, f'<p class="caption">{_e(words)}</p>', figure, _whole_map(found, words, style))
-        if figure
+        section(title, f'<p class="caption">{escaped(words)}</p>', drawn, _whole_map(found, words, style))
+        if drawn
         else ""
     )
 
@@ -244,26 +180,26 @@ def _whole_map(found: BlockMap, words: str, style: str) -> str:
     """Every figure of a map, folded away."""
     modules = modules_of(found)
     lines = [
-        f'<tr><th scope="row">{_e(block)}</th>'
+        f'<tr><th scope="row">{escaped(block)}</th>'
         + "".join(f"<td>{_number(row.get(module), style)}</td>" for module in modules)
         + "</tr>"
         for block, row in found.items()
     ]
-    table = _table(["block", *modules], lines, caption=words)
-    return f"<details><summary>All figures of the map</summary>{table}</details>"
+    cells = table(["block", *modules], lines, caption=words)
+    return f"<details><summary>All figures of the map</summary>{cells}</details>"
 
 
 def _cells(found: BlockMap) -> list[tuple[str, str, float]]:
     return [(block, module, value) for block, row in found.items() for module, value in row.items()]
 
 
-def _memory(found: Memory | None, figure: str) -> str:
-    if found is None or not figure:
+def _memory(found: Memory | None, drawn: str) -> str:
+    if found is None or not drawn:
         return ""
     sides = [(side, parts) for side, parts in (("predicted", found.predicted), ("measured", found.measured)) if parts]
     names = list(dict.fromkeys(name for _, parts in sides for name in parts))
     lines = [
-        f'<tr><th scope="row">{_e(name.replace("_", " "))}</th>'
+        f'<tr><th scope="row">{escaped(name.replace("_", " "))}</th>'
         + "".join(f"<td>{human(parts[name]) if name in parts else '–'}</td>" for _, parts in sides)
         + "</tr>"
         for name in names
@@ -272,34 +208,15 @@ def _memory(found: Memory | None, figure: str) -> str:
     lines.append(f'<tr class="chosen"><th scope="row">in all</th>{totals}</tr>')
     if found.capacity is not None:
         has = f"capacity of {found.device}" if found.device else "capacity"
-        lines.append(f'<tr><th scope="row">{_e(has)}</th>' + f"<td>{human(found.capacity)}</td>" * len(sides) + "</tr>")
-    return _section("Memory", figure, _table(["part", *(side for side, _ in sides)], lines, caption="Memory by part"))
-
-
-def _list(items: Sequence[str]) -> str:
-    return f"<ul>{''.join(f'<li>{_e(item)}</li>' for item in items)}</ul>" if items else ""
+        lines.append(
+            f'<tr><th scope="row">{escaped(has)}</th>' + f"<td>{human(found.capacity)}</td>" * len(sides) + "</tr>"
+        )
+    return section("Memory", drawn, table(["part", *(side for side, _ in sides)], lines, caption="Memory by part"))
 
 
 def _provenance(content: Content) -> str:
     found = {**content.provenance, **({"versions": content.versions} if content.versions else {})}
-    return _section("Provenance", _nested(found) if found else "")
-
-
-def _nested(value: Any) -> str:
-    """Plain data as lists within lists."""
-    if isinstance(value, Mapping):
-        inner = "".join(f"<dt>{_e(_field(str(name)))}</dt><dd>{_nested(one)}</dd>" for name, one in value.items())
-        return f"<dl>{inner}</dl>" if inner else "–"
-    if isinstance(value, (list, tuple)):
-        if all(isinstance(one, (str, int, float)) or one is None for one in value):
-            return _e(", ".join(map(str, value))) or "–"
-        return "<ul>" + "".join(f"<li>{_nested(one)}</li>" for one in value) + "</ul>"
-    return "–" if value is None or value == "" else _e(value)
-
-
-def _field(name: str) -> str:
-    """The name of a field in words; names of files and types are left as they are."""
-    return name.replace("_", " ") if re.fullmatch("[a-z_]+", name) else name
+    return section("Provenance", nested(found) if found else "")
 
 
 def _number(value: float | None, style: str) -> str:

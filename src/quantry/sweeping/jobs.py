@@ -8,7 +8,7 @@ from typing import Any
 
 from quantry import __version__, reporting
 from quantry.anatomy import dissect
-from quantry.calibrate.cache import identity
+from quantry.checkpoint.identity import identity
 from quantry.checkpoint.reader import open_checkpoint
 from quantry.checkpoint.writer import write_atomically
 from quantry.errors import OutputError

@@ -9,8 +9,8 @@ from typing import Any
 
 from quantry import __version__
 from quantry.anatomy import sixteen_bit
-from quantry.calibrate.cache import identity
 from quantry.calibrate.data import LENGTH, SAMPLES, load
+from quantry.checkpoint.identity import identity
 from quantry.checkpoint.reader import local_folder, open_checkpoint
 from quantry.compute import device as computing
 from quantry.errors import QuantryError, RecipeError, UnknownNameError

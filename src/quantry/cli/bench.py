@@ -1,0 +1,154 @@
+"""`quantry bench`: loads an OpenAI endpoint, level by level, and holds it to limits."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from quantry.load.bench import Bench, Level, Spread
+
+WIDE = 120  # characters of a table that goes into a file
+KEY = "QUANTRY_API_KEY"
+
+
+def command(
+    url: Annotated[str, typer.Argument(help="The server, such as http://127.0.0.1:8080 (with or without /v1).")],
+    model: Annotated[str | None, typer.Option(help="Name of the model, where it serves several.")] = None,
+    concurrency: Annotated[
+        str | None,
+        typer.Option(help="Requests at once, level by level (1,4,16), or sweep to double them while it helps."),
+    ] = None,
+    rate: Annotated[
+        str | None, typer.Option(help="Instead: requests that arrive in a second at random moments (Poisson), 0.5,2.")
+    ] = None,
+    prompt_tokens: Annotated[
+        str, typer.Option(help="Tokens of a prompt: 256, or a distribution as 256,stdev=64,min=16,max=512.")
+    ] = "256",
+    answer_tokens: Annotated[str, typer.Option(help="Tokens of an answer, in the same way.")] = "128",
+    requests: Annotated[int | None, typer.Option(help="Requests of a level.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Seconds of a level; 30 where no requests are given.")] = None,
+    slo: Annotated[
+        list[str] | None,
+        typer.Option(help="A limit: ttft_p95=500ms, tpot_p95=50ms, latency_p99=5s, error_rate=1% ... [repeatable]"),
+    ] = None,
+    shared_prefix: Annotated[int, typer.Option(help="Tokens that all prompts of a level begin with.")] = 0,
+    dataset: Annotated[
+        str | None, typer.Option(help="Prompts from a file (JSON lines, CSV, parquet, text) or a hub id.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A folder, .gguf file or hub id to count with; else as the server tells.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask for chats rather than completions.")] = False,
+    api_key: Annotated[
+        str | None, typer.Option(envvar=KEY, help="Key of the server; better in the environment.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder for bench.json and bench.html.")] = None,
+    guidellm_python: Annotated[
+        Path | None, typer.Option(help="The python of the environment that guidellm is installed in.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that one request may take.")] = 600.0,
+    seed: Annotated[int, typer.Option(help="Of the prompts that are made up.")] = 42,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Measure a server under load; exit code 1 if it does not keep a limit given with --slo."""
+    from quantry.cli._job import steps
+    from quantry.load.bench import bench, limit
+
+    with steps(quiet=json) as progress:
+        found = bench(
+            url, model=model, concurrency=_streams(concurrency), rate=_rates(rate), prompt_tokens=prompt_tokens,
+            answer_tokens=answer_tokens, requests=requests, seconds=seconds,
+            slo=dict(limit(one) for words in slo or () for one in words.split(",")), shared_prefix=shared_prefix,
+            dataset=dataset, tokenizer=tokenizer, chat=chat, api_key=api_key, output=output,
+            guidellm_python=guidellm_python, timeout=timeout, seed=seed, progress=progress,
+        )  # fmt: skip
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(found.to_dict(), indent=2))
+    else:
+        from rich.console import Console
+
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console = Console(highlight=False, width=max(WIDE, console.width))
+        for item in picture(found):
+            console.print(item)
+    if found.verdict == "fail":
+        raise typer.Exit(1)
+
+
+def _streams(words: str | None) -> "list[int] | Literal['sweep'] | None":
+    from quantry.errors import QuantryError
+
+    if words is None or words == "sweep":
+        return "sweep" if words else None
+    parts = words.replace(" ", "").split(",")
+    if not all(part.isdigit() for part in parts):
+        raise QuantryError(f"--concurrency is {words!r}", fix="give numbers such as 1,4,16, or sweep")
+    return [int(part) for part in parts]
+
+
+def _rates(words: str | None) -> list[float] | None:
+    from quantry.errors import QuantryError
+
+    if words is None:
+        return None
+    try:
+        return [float(part) for part in words.split(",")]
+    except ValueError:
+        raise QuantryError(f"--rate is {words!r}", fix="give numbers such as 0.5,2") from None
+
+
+def picture(found: "Bench") -> list["RenderableType"]:
+    """The table of levels, the limits, and where the rest is."""
+    from rich.text import Text
+
+    lines: list[RenderableType] = [Text(f"{found.model} at {found.url}", "bold"), _table(found)]
+    for finding in found.findings:
+        mark = ("✓ ", "green") if finding.ok else ("✗ ", "red")
+        lines.append(Text.assemble(mark, finding.words))
+    if found.verdict:
+        lines.append(Text("keeps the limits" if found.verdict == "pass" else "does not keep the limits", "bold"))
+    if found.best:
+        limits = " that keeps the limits" if found.slo else ""
+        lines.append(Text(f"fastest level{limits}: {found.best}"))
+    lines += [Text(note, "dim") for note in found.notes]
+    return [*lines, *([Text(f"wrote {found.path}: bench.json, bench.html")] if found.path else [])]
+
+
+def _table(found: "Bench") -> "RenderableType":
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("", no_wrap=True)
+    engine = any(one.engine for one in found.levels)
+    headings = ["answered", "errors", "req/s", "tok/s", "TTFT p50", "p95", "p99 ms", "token p50", "p95", "p99 ms"]
+    for heading in (*headings, *(("prefix", "accept", "KV") if engine else ())):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in found.levels:
+        table.add_row(one.name, *_cells(one), *(_engine(one) if engine else ()))
+    return table
+
+
+def _cells(one: "Level") -> list[str]:
+    return [
+        str(one.completed),
+        str(one.errors),
+        f"{one.requests_per_second:.2f}",
+        f"{one.output_tokens_per_second:.1f}",
+        *_times(one.ttft),
+        *_times(one.tpot),
+    ]
+
+
+def _times(spread: "Spread | None") -> list[str]:
+    return [""] * 3 if spread is None else [f"{value:.4g}" for value in (spread.p50, spread.p95, spread.p99)]
+
+
+def _engine(one: "Level") -> list[str]:
+    told = (one.engine.prefix_hit_rate, one.engine.acceptance_rate, one.engine.kv_usage) if one.engine else (None,) * 3
+    return ["" if value is None else f"{value:.1%}" for value in told]

@@ -1,0 +1,180 @@
+"""`quantry run`: from a 16-bit model to a chat with the quantized one, and what it cost."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from rich.console import RenderableType
+
+    from quantry.cli._job import Progress
+    from quantry.job import Run, Step
+
+INTERRUPTED = 130
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="A folder, a hub id (owner/name), a well-known name or demo.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The folder for all of it; MODEL-quantry if left out.")
+    ] = None,
+    use: Annotated[
+        str | None, typer.Option("--for", help="What it is for: general, high-throughput, rag, edge, medical, ...")
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help='A size, spent tensor by tensor: 4.5bpw, 6GiB or "fits RTX 3060 at 8k".')
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", help='Plan for another machine: "2x RTX 3090", "M2 16GB", "cpu".')
+    ] = None,
+    engine: Annotated[str | None, typer.Option(help="The engine that shall serve it; the best if left out.")] = None,
+    engine_python: Annotated[
+        Path | None, typer.Option(help="The python of the environment that the engine is installed in.")
+    ] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens a sequence may reach.")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port to serve on; the engine's usual one or a free one if left out.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="A text file to measure on; else the stories of the demo.")] = None,
+    windows: Annotated[int, typer.Option(help="Pieces of the text to measure on.")] = 16,
+    ask: Annotated[str | None, typer.Option(help="The first question.")] = None,
+    device: Annotated[str | None, typer.Option(help="Where to compute: cpu or cuda; a GPU if there is one.")] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve/--no-serve", help="Go on serving after the first answer, or end there.")
+    ] = True,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before the work begins.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Plan, quantize, verify and serve a model, and get a first answer; started again it goes on where it was.
+
+    Exit code 1 if the gate is failed: then nothing is served.
+    """
+    from quantry.job import QUESTION, DeclinedError, run
+    from quantry.serving.process import ended_by_signals
+
+    asks = not (yes or json) and sys.stdin.isatty()
+    try:
+        with (
+            ended_by_signals(),
+            run(
+                model,
+                output,
+                use=use,
+                budget=budget,
+                gpu=gpu,
+                engine=engine,
+                engine_python=engine_python,
+                context=context,
+                port=port,
+                text=text,
+                windows=windows,
+                question=QUESTION if ask is None else ask,
+                device=device,
+                serve=serve,
+                tell=None if json else _tell,
+                confirm=_confirm if asks else None,
+                showing=lambda name: _showing(name, quiet=json),
+            ) as done,
+        ):
+            _report(done, json=json)
+            code = _wait(done)
+    except DeclinedError:
+        typer.echo("nothing was written", err=True)
+        raise typer.Exit(1) from None
+    if code and done.running:
+        raise done.running.death()
+    if not done.passed:
+        raise typer.Exit(1)
+
+
+def _wait(done: "Run") -> int:
+    """Until the engine ends, with its exit code; at once if none was left running."""
+    if not done.running:
+        return 0
+    try:
+        return done.running.wait() or 0
+    except KeyboardInterrupt:
+        typer.echo("stopped", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _confirm(words: str) -> bool:
+    return typer.confirm(words, default=True, err=True)
+
+
+def _showing(name: str, quiet: bool) -> "AbstractContextManager[Progress | None]":
+    from quantry.cli._job import bar, steps
+
+    return bar(quiet) if name == "quantize" else steps(quiet)
+
+
+def _tell(step: "Step") -> None:
+    """A step as soon as it is done: what came of it, and where that is."""
+    took = "taken over" if step.taken_over else f"{step.seconds:.1f} s"
+    typer.echo(f"{step.name:<9} {step.words}{'' if step.name == 'plan' else f' ({took})'}")
+    if step.file:
+        typer.echo(f"{'':<9} {step.file}")
+    sys.stdout.flush()
+
+
+def _report(done: "Run", json: bool) -> None:
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(done.to_dict(), indent=2))
+    else:
+        from rich.console import Console
+
+        console = Console(highlight=False, soft_wrap=True)
+        for item in picture(done):
+            console.print(item)
+    sys.stdout.flush()
+
+
+def picture(done: "Run") -> list["RenderableType"]:
+    """The closing summary: the first answer, what it cost, where it is, how to go on."""
+    from rich.text import Text
+
+    said: list[RenderableType] = []
+    if done.answer is not None:
+        said = ["", Text(f"> {done.question}", "bold"), Text(done.answer.strip() or "(it says nothing)")]
+    rows = [Text.assemble((f"{name:<12} ", "dim"), words) for name, words in _rows(done).items()]
+    wrong = [Text(f"✗ {words}", "red") for words in done.proof["wrong"]]
+    notes = [Text(note, "dim") for note in done.notes]
+    go_on = [Text.assemble((f"{name}: ", "dim"), f"$ {words}") for name, words in done.commands.items()]
+    last = {
+        True: f"serving at {done.url}/v1; Ctrl-C ends it" if done.url else "done",
+        False: f"the gate {done.proof['gate']} is failed, so it is not served",
+    }[done.passed]
+    return [*said, "", *rows, *wrong, *notes, "", *go_on, "", Text(last, "bold green" if done.passed else "bold red")]
+
+
+def _rows(done: "Run") -> dict[str, str]:
+    from quantry.report.sizes import human
+
+    proof, speed = done.proof, done.speed
+    rows = {
+        "model": f"{done.model} as {done.preset} ({done.format}) in {done.engine}",
+        "size": f"{done.source_bytes:,} -> {done.bytes:,} bytes ({done.bytes / done.source_bytes:.0%}), "
+        f"{done.bits_per_weight:.2f} bits a weight",
+        "lost": f"KL {proof['kl']:.4f}{_as_served(done)}; same first token {proof['top1']:.1%}; perplexity "
+        f"{proof['reference_perplexity']:.3f} -> {proof['perplexity']:.3f}",
+    }
+    if speed["tokens_per_s"]:
+        planned = speed["predicted_tokens_per_s"]
+        rows["speed"] = f"{speed['tokens_per_s']:,.4g} tokens/s{f' (predicted {planned:,.0f})' if planned else ''}, "
+        rows["speed"] += f"first token after {speed['first_token_s']:.2g} s"
+    predicted, measured = done.memory["predicted"], done.memory["measured"]
+    if names := [name for name in predicted if name in measured]:
+        parts = (f"{name.replace('_', ' ')} {human(measured[name])} ({human(predicted[name])})" for name in names)
+        rows["memory"] = f"{', '.join(parts)}; predicted in brackets"
+    return {**rows, "files": f"{done.artefact}: README.md is its card, quantry.json has recipe, hashes and proof"}
+
+
+def _as_served(done: "Run") -> str:
+    served = done.proof["served_kl"]
+    return "" if served is None else f", {served:.4f} as served"

@@ -1,0 +1,168 @@
+"""`quantry tune`: measures an engine's switches under a load, and says what to serve with."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from quantry.load.choice import Trial
+    from quantry.load.tune import Tuned
+
+WIDE = 140  # characters of a table that goes into a file
+
+
+def command(
+    artefact: Annotated[str, typer.Argument(help="A folder, a .gguf file, a hub id (owner/name) or demo.")],
+    extra: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ENGINE FLAGS]", help="Words for the engine itself, after `--`.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="llama.cpp, vllm, ...; the one that suits the artefact if left out.")
+    ] = None,
+    prompt_tokens: Annotated[
+        str, typer.Option(help="Tokens of a prompt: 256, or a distribution as 256,stdev=64,min=16,max=512.")
+    ] = "256",
+    answer_tokens: Annotated[str, typer.Option(help="Tokens of an answer, in the same way.")] = "128",
+    concurrency: Annotated[int, typer.Option(help="Requests at once.")] = 4,
+    shared_prefix: Annotated[int, typer.Option(help="Tokens that all prompts begin with, beside their own.")] = 0,
+    requests: Annotated[
+        int | None, typer.Option(help="Requests of each measurement; 8 for each at once if left out.")
+    ] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="Prompts from a file (JSON lines, CSV, parquet, text) or a hub id.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A folder, .gguf file or hub id to count with; else as the server tells.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask for chats rather than completions.")] = False,
+    slo: Annotated[
+        list[str] | None, typer.Option(help="A limit to keep: ttft_p95=500ms, tpot_p95=50ms ... [repeatable]")
+    ] = None,
+    switches: Annotated[
+        str | None,
+        typer.Option(
+            help="What to try: kv, prefix-cache, parallel, chunked-prefill, lookup, draft; kv=q8_0,parallel=8 for some "
+            "values alone. All that the engine has if left out."
+        ),
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="A smaller model that may guess ahead (speculative decoding).")
+    ] = None,
+    others: Annotated[
+        list[str] | None, typer.Option(help="Another artefact of the same model to try in its place. [repeatable]")
+    ] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens a sequence may reach.")] = None,
+    parallel: Annotated[int | None, typer.Option(help="Sequences at the same time, to begin with.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads on the processor; its free physical cores if left out.")
+    ] = None,
+    tensor_parallel: Annotated[int | None, typer.Option(help="Devices that share every layer.")] = None,
+    utilization: Annotated[float | None, typer.Option(help="Share of a device's memory that may be filled.")] = None,
+    cache_gib: Annotated[int | None, typer.Option(help="GiB of the KV cache (vllm on a processor).")] = None,
+    engine_python: Annotated[
+        Path | None, typer.Option(help="The python of the environment that the engine is installed in.")
+    ] = None,
+    engine_bin: Annotated[
+        Path | None, typer.Option(help="The engine's program, such as a llama-server of yours.")
+    ] = None,
+    image: Annotated[str | None, typer.Option(help="Run the engine from this container image.")] = None,
+    guidellm_python: Annotated[
+        Path | None, typer.Option(help="The python of the environment that guidellm is installed in.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Folder for tune.json and the engines' logs.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Measure what an engine's switches do for a load; exit code 1 if no setting keeps a limit given with --slo."""
+    from quantry.cli._job import steps
+    from quantry.load.bench import limit
+    from quantry.load.tune import tune
+    from quantry.serving.process import ended_by_signals
+
+    with ended_by_signals(), steps(quiet=json) as progress:
+        found = tune(
+            artefact, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens, concurrency=concurrency,
+            requests=requests, shared_prefix=shared_prefix, dataset=dataset, tokenizer=tokenizer, chat=chat,
+            slo=dict(limit(one) for words in slo or () for one in words.split(",")),
+            switches=None if switches is None else switches.split(","), draft=draft, others=tuple(others or ()),
+            output=output, guidellm_python=guidellm_python, progress=progress, engine=engine, context=context,
+            parallel=parallel, threads=threads, tensor_parallel=tensor_parallel, utilization=utilization,
+            cache_gib=cache_gib, engine_python=engine_python, engine_bin=engine_bin, image=image,
+            extra=tuple(extra or ()) or None,
+        )  # fmt: skip
+    if json:
+        from json import dumps
+
+        typer.echo(dumps(found.to_dict(), indent=2))
+    else:
+        from rich.console import Console
+
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console = Console(highlight=False, width=max(WIDE, console.width))
+        for item in picture(found):
+            console.print(item)
+        if found.command:
+            from shlex import join
+
+            typer.echo(join(found.command))  # as one line, to be copied
+    if found.chosen is None:
+        raise typer.Exit(1)
+
+
+def picture(found: "Tuned") -> list["RenderableType"]:
+    """The table of settings, what speaks against some, and what is recommended."""
+    from rich.text import Text
+
+    load = found.load
+    shape = f"{load['prompt_tokens']} tokens in, {load['answer_tokens']} out, {load['concurrency'][0]} at once"
+    source = f"prompts of {load['dataset']}, " if load["dataset"] else ""
+    lines: list[RenderableType] = [
+        Text(f"{Path(found.artefact).name} on {found.engine} {found.version}", "bold"),
+        Text(f"{source}{shape}, {load['requests']} requests; context {found.context}", "dim"),
+        _table(found),
+    ]
+    lines += [Text(f"{one.name}: {one.objection}", "yellow") for one in found.trials if one.objection]
+    lines += [Text(note, "dim") for note in found.notes]
+    if found.path:
+        lines.append(Text(f"wrote {found.path / 'tune.json'}"))
+    style = "bold green" if found.chosen else "bold red"
+    return [*lines, Text(f"serve with: {found.chosen}, {found.why}" if found.chosen else found.why, style)]
+
+
+def _table(found: "Tuned") -> "RenderableType":
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    for heading in ("", "setting"):
+        table.add_column(heading, no_wrap=True)
+    times = ("TTFT p50", "p95 ms", "token p50", "p95 ms")
+    for heading in ("tok/s", "gain", *times, "errors", "prefix", "accept", "KV MiB"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("")
+    default, *others = found.trials
+    for trial in (default, found.again, *others):
+        table.add_row(*_row(trial, chosen=trial.name == found.chosen))
+    return table
+
+
+def _row(trial: "Trial", *, chosen: bool) -> list[str]:
+    mark = "●" if chosen else ""
+    if trial.level is None:
+        return [mark, trial.name, *[""] * 10, "not measured"]
+    level = trial.level
+    times = [
+        "" if spread is None else f"{getattr(spread, name):.4g}"
+        for spread in (level.ttft, level.tpot)
+        for name in ("p50", "p95")
+    ]
+    gain = "" if trial.gain is None or not trial.changes else f"{trial.gain:+.0%}"
+    rates = [trial.engine("prefix_hit_rate"), trial.engine("acceptance_rate")]
+    size = "" if trial.kv_cache_bytes is None else f"{trial.kv_cache_bytes / 2**20:.1f}"
+    shown = ["" if rate is None else f"{rate:.0%}" for rate in rates]
+    verdict = "" if not trial.objection else "not chosen" if trial.keeps_limits else "breaks the limits"
+    return [mark, trial.name, f"{trial.speed:.1f}", gain, *times, str(level.errors), *shown, size, verdict]

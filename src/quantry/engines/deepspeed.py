@@ -1,0 +1,92 @@
+"""DeepSpeed-MII: its OpenAI-compatible server, which starts the model and then answers for it."""
+
+from collections.abc import Iterable
+
+from quantry.engines.contract import (
+    Command,
+    Facts,
+    Metrics,
+    Outdated,
+    Serving,
+    Setting,
+    check,
+    checked,
+    explained,
+    maybe,
+    refuse,
+    several,
+)
+
+NAME = "deepspeed"
+FORMATS = ("safetensors",)
+PORT = 8000
+HEALTH = "/health"
+METRICS: Metrics | None = None
+INSTALL = {"any": "pip install deepspeed-mii==0.3.3 fschat shortuuid"}
+OUTDATED = (
+    Outdated(
+        "deepspeed.init_inference(model, dtype=torch.int8)",
+        "python -m mii.entrypoints.openai_api_server --model MODEL",
+        "kernel injection is left behind: MII batches sequences continuously, in 16 bit",
+        None,
+    ),
+    Outdated(
+        "mii.serve(MODEL)",
+        "python -m mii.entrypoints.openai_api_server --model MODEL",
+        "it answers gRPC alone; the server in front of it answers the OpenAI API",
+        None,
+    ),
+)
+
+
+def settings(serving: Serving) -> list[Setting]:
+    return [
+        Setting("--model", serving.model, "the folder, in 16 bit"),
+        Setting("--host", serving.host, "the address that it listens on; its own default is every address"),
+        Setting("--port", serving.port or PORT, "the port that it listens on"),
+        *maybe("--deployment-name", serving.name, "what the deployment is called"),
+        *maybe("--max-length", serving.context, "the longest sequence, prompt and answer"),
+        *several("--tensor-parallel", serving.tensor_parallel, "every layer is cut into as many parts, one a device"),
+        *several("--replica-num", serving.replicas, "copies of the model that share the requests"),
+        *maybe("--api-keys", serving.api_key, "requests need this key; it can be seen in lists of processes"),
+    ]
+
+
+def command(serving: Serving) -> Command:
+    check(serving, FORMATS)
+    _refuse(serving)
+    return Command(
+        argv=(serving.python, "-m", "mii.entrypoints.openai_api_server", *checked(serving, settings(serving))),
+        secrets=frozenset({serving.api_key} if serving.api_key else ()),
+    )
+
+
+def explain(serving: Serving) -> list[tuple[str, str]]:
+    return explained(serving, settings(serving))
+
+
+def facts(lines: Iterable[str]) -> Facts:
+    """It says little as it starts."""
+    return Facts(warnings=tuple(dict.fromkeys(line.strip() for line in lines if "[WARNING]" in line)))
+
+
+def _refuse(serving: Serving) -> None:
+    here = "leave it out, or use vLLM, which has it"
+    refuse(
+        serving,
+        kv=here,
+        prefix_cache=here,
+        chunked_prefill="leave it out: prompts are always read in pieces",
+        batch_tokens=here,
+        speculative=here,
+        pipeline_parallel=here,
+        nodes=here,
+        offload_layers="use llama.cpp",
+        threads="leave it out",
+        utilization=here,
+        cache_gib=here,
+        dtype=here,
+        quantization=here,
+        eager="leave it out",
+        trust_remote_code=here,
+    )

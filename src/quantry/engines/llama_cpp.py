@@ -1,0 +1,198 @@
+"""llama.cpp: `llama-server`, or the same words for the server inside xllamacpp."""
+
+from collections.abc import Iterable
+
+from quantry.engines.contract import (
+    LOOKUP,
+    Command,
+    Facts,
+    Measure,
+    Metrics,
+    Outdated,
+    Serving,
+    Setting,
+    check,
+    checked,
+    environment,
+    explained,
+    last,
+    maybe,
+    refuse,
+    size,
+    switch,
+    until,
+)
+
+NAME = "llama.cpp"
+FORMATS = ("gguf",)
+PORT = 8080
+HEALTH = "/health"
+METRICS = Metrics(
+    "/metrics",  # with --metrics
+    prefix_hit_rate=Measure(  # prompt_tokens_total is without those from the cache
+        ("llamacpp:prompt_tokens_cached_total",),
+        ("llamacpp:prompt_tokens_cached_total", "llamacpp:prompt_tokens_total"),
+    ),
+    acceptance_rate=Measure(
+        ("llamacpp:spec_decode_num_accepted_tokens_total",), ("llamacpp:spec_decode_num_draft_tokens_total",)
+    ),
+)
+INSTALL = {"any": "pip install xllamacpp"}
+OUTDATED = (
+    Outdated("./server", "llama-server", "all programs have the prefix llama-", "b4000"),
+    Outdated("./main", "llama-cli", "all programs have the prefix llama-", "b4000"),
+    Outdated("./quantize", "quantry quantize (or llama-quantize)", "all programs have the prefix llama-", "b4000"),
+    Outdated("make -j8", "cmake -B build && cmake --build build", "it is built with CMake", "b4000"),
+    Outdated("--flash-attn", "--flash-attn on", "it takes on, off or auto; auto is what it does by itself", "b10605"),
+    Outdated("--draft-max 16", "--spec-draft-n-max 16", "each way of guessing has flags of its own", "b10605"),
+    Outdated("--n-gpu-layers 80", "", "as many layers as fit go to the GPU by themselves", None),
+    Outdated("--cont-batching", "", "on by itself", None),
+)
+ALL_LAYERS = 999
+
+
+def settings(serving: Serving) -> list[Setting]:
+    return [
+        Setting("--model", serving.model, "the file, or the first of its parts"),
+        Setting("--host", serving.host, "the address that it listens on"),
+        Setting("--port", serving.port or PORT, "the port that it listens on"),
+        *_slots(serving),
+        *_places(serving),
+        *_cache(serving),
+        *_guessing(serving),
+        *maybe("--alias", serving.name, "what requests call the model"),
+        *maybe(
+            "LLAMA_API_KEY=",
+            serving.api_key,
+            "requests need this key; in the environment it is in no list of processes",
+        ),
+        Setting("--jinja", None, "the chat template of the model, with tools"),
+        Setting("--metrics", None, "counters for quantry bench and for Prometheus"),
+    ]
+
+
+def command(serving: Serving) -> Command:
+    """`llama-server` with its words; nothing is run before it."""
+    check(serving, FORMATS)
+    _refuse(serving)
+    found = settings(serving)
+    return Command(
+        argv=("llama-server", *checked(serving, found)),
+        env=environment(found),
+        secrets=frozenset({serving.api_key} if serving.api_key else ()),
+    )
+
+
+def explain(serving: Serving) -> list[tuple[str, str]]:
+    return explained(serving, settings(serving))
+
+
+def facts(lines: Iterable[str]) -> Facts:
+    """From the log of its start; sizes of buffers are there from verbosity 4 on."""
+    log = until(r"listening on http", lines)
+    build = last(r"build: (\d{3,}) ", log) or last(r"build_info: (b[1-9]\d*)", log)
+    slots = last(r"n_slots = (\d+), n_ctx_slot = (\d+)", log)
+    cells = last(r"n_ctx += (\d+)", [line for line in log if "llama_context:" in line])
+    kind = last(r"file type += (.+?)\s*$", log)
+    return Facts(
+        version=f"b{build.group(1).removeprefix('b')}" if build else None,
+        weights_bytes=_sum(log, "model buffer size"),
+        kv_cache_tokens=int(cells.group(1)) if cells else None,
+        kv_cache_bytes=_sum(log, "KV buffer size"),
+        max_concurrency=float(slots.group(1)) if slots else None,
+        quantization=kind.group(1) if kind else None,
+        kernels=_buffers(log),
+        context=int(slots.group(2)) if slots else None,
+        warnings=tuple(dict.fromkeys(line.partition(" W ")[2].strip() for line in log if _warns(line))),
+    )
+
+
+def _refuse(serving: Serving) -> None:
+    refuse(
+        serving,
+        dtype="leave it out: a GGUF has the types of its tensors",
+        quantization="quantize with quantry quantize first",
+        utilization="give --fit-target after --, in MiB that stay free",
+        cache_gib="give a context and sequences: the cache follows",
+        tensor_parallel="leave it out: devices share the layers; --split-mode after -- changes that",
+        pipeline_parallel="leave it out: devices share the layers by themselves",
+        replicas="start several on ports of their own",
+        nodes="use vLLM for several nodes",
+        eager="leave it out: nothing is compiled",
+        trust_remote_code="leave it out: a GGUF holds no code",
+    )
+    if serving.chunked_prefill is False:
+        refuse(serving, chunked_prefill="leave it out: prompts are always read in pieces (--ubatch-size)")
+
+
+def _slots(serving: Serving) -> list[Setting]:
+    tokens = serving.context and serving.context * (serving.concurrency or 1)
+    return [
+        *maybe("--ctx-size", tokens, "tokens of all slots together: the context times the sequences"),
+        *maybe("--parallel", serving.concurrency, "slots: sequences that are answered at once; more wait"),
+        *maybe("--batch-size", serving.batch_tokens, "tokens of one step"),
+        *maybe("--threads", serving.threads, "threads that compute: more than free cores slow it down"),
+    ]
+
+
+def _places(serving: Serving) -> list[Setting]:
+    if serving.platform == "cpu" and serving.offload_layers is None:
+        return []
+    layers = ALL_LAYERS if serving.offload_layers is None else serving.offload_layers
+    return [Setting("--n-gpu-layers", layers, "layers on the GPU; the others stay with the CPU")]
+
+
+def _cache(serving: Serving) -> list[Setting]:
+    found = switch(
+        serving.prefix_cache,
+        "--cache-prompt",
+        "prompts that begin alike are read once",
+        "--no-cache-prompt",
+        "every prompt is read in full",
+    )
+    if serving.kv == "auto":
+        return found
+    return [
+        Setting("--flash-attn", "on", "a quantized cache of values needs it"),
+        Setting("--cache-type-k", serving.kv, "a smaller KV cache holds more tokens: keys"),
+        Setting("--cache-type-v", serving.kv, "a smaller KV cache holds more tokens: values"),
+        *found,
+    ]
+
+
+def _guessing(serving: Serving) -> list[Setting]:
+    if serving.speculative is None:
+        return []
+    if serving.speculative == LOOKUP:
+        why = "guesses are copied from the text so far, where the last tokens stood before"
+        return [
+            Setting("--spec-type", "ngram-simple", why),
+            *maybe("--spec-ngram-simple-size-m", serving.draft_tokens, "tokens guessed at a time"),
+        ]
+    return [
+        Setting(
+            "--model-draft", serving.speculative, "a smaller model guesses, this one checks; answers stay the same"
+        ),
+        Setting("--spec-type", "draft-simple", "guesses are those of the draft model"),
+        *maybe("--spec-draft-n-max", serving.draft_tokens, "tokens guessed at a time"),
+    ]
+
+
+def _sum(log: list[str], what: str) -> int | None:
+    """Of a buffer on every device; a model that is loaded again replaces what was there."""
+    sizes = {
+        found.group(1): size(*found.groups()[1:])
+        for line in log
+        if (found := last(rf"(\S+) {what} = +([\d.]+) (MiB)", [line]))
+    }
+    return sum(sizes.values()) if sizes else None
+
+
+def _buffers(log: list[str]) -> tuple[str, ...]:
+    """Where the weights went: repacked for the processor, mapped from the file, on a GPU."""
+    found = (match.group(1) for line in log if (match := last(r"(\S+) model buffer size", [line])))
+    return tuple(dict.fromkeys(found))
+
+
+def _warns(line: str) -> bool:
+    return last(r"^[\d.]+ W ", [line]) is not None

@@ -1,0 +1,115 @@
+"""Ollama: a Modelfile, its server, and `ollama create` once that answers."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from quantry.engines import llama_cpp
+from quantry.engines.contract import (
+    Command,
+    Facts,
+    Metrics,
+    Outdated,
+    Serving,
+    Setting,
+    Step,
+    check,
+    checked,
+    environment,
+    explained,
+    last,
+    maybe,
+    refuse,
+)
+from quantry.errors import RecipeError
+
+NAME = "ollama"
+FORMATS = ("gguf", "safetensors")
+PORT = 11434
+HEALTH = "/api/version"
+METRICS: Metrics | None = None
+INSTALL = {"any": "curl -fsSL https://ollama.com/install.sh | sh", "metal": "brew install ollama"}
+OUTDATED: tuple[Outdated, ...] = ()
+MODELFILE = "Modelfile"
+
+
+def settings(serving: Serving) -> list[Setting]:
+    """The server is told by its environment, the model by its Modelfile."""
+    host = f"[{serving.host}]" if serving.host.count(":") > 1 else serving.host  # IPv6
+    address = f"{host}:{serving.port or PORT}"
+    small = serving.kv != "auto"
+    return [
+        Setting("OLLAMA_HOST=", address, "where it listens, and where ollama create finds it"),
+        *maybe("OLLAMA_CONTEXT_LENGTH=", serving.context, "tokens of one sequence"),
+        *maybe("OLLAMA_NUM_PARALLEL=", serving.concurrency, "sequences that are answered at once"),
+        *maybe("OLLAMA_FLASH_ATTENTION=", 1 if small else None, "a quantized cache needs it"),
+        *maybe("OLLAMA_KV_CACHE_TYPE=", serving.kv if small else None, "a smaller KV cache holds more tokens"),
+    ]
+
+
+def command(serving: Serving) -> Command:
+    """`ollama serve`; then the model is made from the file, under the name that requests use."""
+    check(serving, FORMATS)
+    _refuse(serving)
+    found = settings(serving)
+    create = ("ollama", "create", name(serving), "--file", MODELFILE)
+    checked(serving, [*found, Setting("--file", MODELFILE, "")])
+    return Command(
+        argv=("ollama", "serve", *serving.extra),
+        env=environment(found),
+        files={MODELFILE: modelfile(serving)},
+        after=(Step(create, "the model's name, from the file"),),
+    )
+
+
+def explain(serving: Serving) -> list[tuple[str, str]]:
+    lines = modelfile(serving).splitlines()
+    return [*explained(serving, settings(serving)), *((line, "a line of the Modelfile") for line in lines)]
+
+
+def facts(lines: Iterable[str]) -> Facts:
+    """From the server's log, once the model was loaded: it runs llama.cpp, whose lines are in it."""
+    log = list(lines)
+    version = last(r"Listening on \S+ \(version ([\w.-]+)\)", log)
+    inner = llama_cpp.facts(log)
+    warned = tuple(dict.fromkeys(line.strip() for line in log if "level=WARN" in line))
+    return replace(inner, version=version.group(1) if version else None, warnings=warned)
+
+
+def name(serving: Serving) -> str:
+    """What requests call the model: lower case, as Ollama wants it."""
+    path = Path(serving.model)
+    own = path.parent.name or path.stem if path.suffix == ".gguf" else path.name
+    return (serving.name or own).lower()
+
+
+def modelfile(serving: Serving) -> str:
+    if "\n" in serving.model:
+        raise RecipeError(f"the path {serving.model!r} has a line break", fix="rename the folder")
+    path = serving.model if Path(serving.model).is_absolute() else f"./{serving.model}"
+    limits = {"num_ctx": serving.context, "num_thread": serving.threads}
+    lines = [f"PARAMETER {name} {value}" for name, value in limits.items() if value]
+    return "\n".join([f"FROM {path}", *lines, ""])
+
+
+def _refuse(serving: Serving) -> None:
+    here = "use llama.cpp, which has it"
+    refuse(
+        serving,
+        api_key="it asks for no key: stay with 127.0.0.1, or use llama.cpp",
+        prefix_cache=here,
+        chunked_prefill=here,
+        batch_tokens=here,
+        speculative=here,
+        offload_layers=here,
+        dtype="leave it out: a GGUF has the types of its tensors",
+        quantization="quantize with quantry quantize first",
+        utilization="leave it out",
+        cache_gib="give a context and sequences: the cache follows",
+        replicas="start several on ports of their own",
+        tensor_parallel="leave it out: devices share the layers by themselves",
+        pipeline_parallel="leave it out: devices share the layers by themselves",
+        nodes="use vLLM for several nodes",
+        eager="leave it out: nothing is compiled",
+        trust_remote_code="leave it out: a GGUF holds no code",
+    )

@@ -1,0 +1,139 @@
+"""ONNX Runtime GenAI: built with its own builder, served by Quantry, since it has no server of its own."""
+
+from collections.abc import Iterable
+
+from quantry.engines.contract import (
+    Command,
+    Facts,
+    Metrics,
+    Outdated,
+    Serving,
+    Setting,
+    Step,
+    check,
+    checked,
+    environment,
+    explained,
+    last,
+    maybe,
+    refuse,
+)
+
+NAME = "onnxruntime"
+BUILT = "onnx"
+FORMATS = (BUILT, "safetensors", "gptq", "awq", "gguf")
+PORT = 8000
+HEALTH = "/health"
+METRICS: Metrics | None = Metrics("/metrics")
+INSTALL = {
+    "any": "pip install onnx onnx-ir onnxruntime onnxruntime-genai torch transformers",
+    "cuda": "pip install onnx onnx-ir onnxruntime-gpu onnxruntime-genai-cuda torch transformers",
+}
+OUTDATED: tuple[Outdated, ...] = ()
+SERVER = "quantry.serving.onnx_server"
+
+
+def settings(serving: Serving) -> list[Setting]:
+    """Of the server; the builder's are in its step."""
+    return [
+        Setting("--model", folder(serving), "the folder that the builder wrote"),
+        Setting("--host", serving.host, "the address that it listens on"),
+        Setting("--port", serving.port or PORT, "the port that it listens on"),
+        *maybe("--served-model-name", serving.name, "what requests call the model"),
+        *maybe("--threads", serving.threads, "threads that compute: more than free cores slow it down"),
+        *maybe("--context", serving.context, "the longest sequence, prompt and answer"),
+        *maybe(
+            "QUANTRY_API_KEY=",
+            serving.api_key,
+            "requests need this key; in the environment it is in no list of processes",
+        ),
+    ]
+
+
+def command(serving: Serving) -> Command:
+    """The builder for what is no ONNX yet, then the server, both with the engine's python."""
+    check(serving, FORMATS)
+    _refuse(serving)
+    found = settings(serving)
+    return Command(
+        argv=(serving.python, "-m", SERVER, *checked(serving, found)),
+        env=environment(found),
+        steps=() if serving.format == BUILT else (_build(serving),),
+        secrets=frozenset({serving.api_key} if serving.api_key else ()),
+    )
+
+
+def explain(serving: Serving) -> list[tuple[str, str]]:
+    rows = [] if serving.format == BUILT else [(" ".join(one.words), one.why) for one in builder(serving)]
+    return [*rows, *explained(serving, settings(serving))]
+
+
+def facts(lines: Iterable[str]) -> Facts:
+    log = list(lines)
+    version = last(r"onnxruntime-genai ([\d.]+\d)", log)
+    context = last(r"context (\d+)", log)
+    return Facts(
+        version=version.group(1) if version else None,
+        context=int(context.group(1)) if context else None,
+        warnings=tuple(dict.fromkeys(line.strip() for line in log if "[W:onnxruntime" in line)),
+    )
+
+
+def folder(serving: Serving) -> str:
+    """Where the ONNX model is, or will be: beside what it is made of, under a name with its precision."""
+    if serving.format == BUILT:
+        return serving.model
+    place = serving.built or f"{serving.model.removesuffix('.gguf')}-onnx"
+    return f"{place}-{_precision(serving)}"
+
+
+def builder(serving: Serving) -> list[Setting]:
+    """Of `python -m onnxruntime_genai.models.builder`."""
+    place = "cuda" if serving.platform == "cuda" else "cpu"
+    return [
+        Setting("-i", serving.model, "the checkpoint"),
+        Setting("-o", folder(serving), "where the ONNX model goes"),
+        Setting("-p", _precision(serving), "the precision of its weights"),
+        Setting("-e", place, "what it runs on"),
+    ]
+
+
+def _precision(serving: Serving) -> str:
+    sixteen = "fp32" if serving.platform in ("cpu", "metal") else "fp16"
+    return serving.quantization or ("int4" if serving.bits == 4 else sixteen)
+
+
+def _build(serving: Serving) -> Step:
+    words = checked(_plain(serving), builder(serving))
+    return Step(
+        (serving.python, "-m", "onnxruntime_genai.models.builder", *words), "the ONNX model, from the checkpoint"
+    )
+
+
+def _plain(serving: Serving) -> Serving:
+    """Without the words that are for the server."""
+    return Serving(serving.model, serving.format, serving.engine, serving.version)
+
+
+def _refuse(serving: Serving) -> None:
+    if serving.format == BUILT:
+        refuse(serving, quantization="leave it out: the model is built already")
+    here = "leave it out, or use llama.cpp, which has it"
+    refuse(
+        serving,
+        kv=here,
+        prefix_cache=here,
+        chunked_prefill=here,
+        batch_tokens=here,
+        speculative=here,
+        tensor_parallel="use vLLM for several devices",
+        pipeline_parallel="use vLLM for several devices",
+        replicas="start several on ports of their own",
+        nodes="use vLLM for several nodes",
+        offload_layers=here,
+        utilization=here,
+        cache_gib=here,
+        dtype="choose a precision for the builder instead",
+        eager="leave it out: nothing is compiled",
+        trust_remote_code=here,
+    )

@@ -1,0 +1,112 @@
+"""Text Generation Inference: its launcher; in maintenance since December 2025."""
+
+from collections.abc import Iterable
+
+from quantry.engines.contract import (
+    LOOKUP,
+    Command,
+    Facts,
+    Metrics,
+    Outdated,
+    Serving,
+    Setting,
+    check,
+    checked,
+    environment,
+    explained,
+    last,
+    maybe,
+    refuse,
+    several,
+    switch,
+)
+
+NAME = "tgi"
+FORMATS = ("compressed-tensors", "gptq", "awq", "fp8", "safetensors")
+PORT = 8000
+HEALTH = "/health"
+METRICS = Metrics("/metrics")  # none of its names is a hit rate, an acceptance rate or the use of the cache
+INSTALL = {"any": "docker pull ghcr.io/huggingface/text-generation-inference:3.3.7"}
+OUTDATED = (
+    Outdated("--max-input-length 4095", "--max-input-tokens 4095", "the old name is kept for old scripts only", None),
+)
+GUESSES = 2  # tokens guessed at a time where nobody says
+
+
+def settings(serving: Serving) -> list[Setting]:
+    longest = serving.context and serving.context - 1
+    lookup = serving.speculative == LOOKUP
+    return [
+        Setting("--model-id", serving.model, "the folder"),
+        Setting("--hostname", serving.host, "the address that it listens on; its own default is every address"),
+        Setting("--port", serving.port or PORT, "the port that it listens on"),
+        *maybe("--max-input-tokens", longest, "the longest prompt: one token is left for the answer"),
+        *maybe("--max-total-tokens", serving.context, "the longest sequence, prompt and answer"),
+        *maybe("--max-concurrent-requests", serving.concurrency, "requests that are taken at once; more are refused"),
+        *several("--num-shard", serving.tensor_parallel, "every layer is cut into as many parts, one a device"),
+        *maybe("--dtype", serving.dtype, "the type of activations"),
+        *maybe(
+            "--kv-cache-dtype", None if serving.kv == "auto" else serving.kv, "a smaller KV cache holds more tokens"
+        ),
+        *maybe("--quantize", serving.quantization, "16-bit weights are quantized as they are loaded"),
+        *maybe("--max-batch-prefill-tokens", serving.batch_tokens, "tokens of prompts in one step"),
+        *maybe("--cuda-memory-fraction", serving.utilization, "the share of each device that it may fill"),
+        *maybe(
+            "--speculate", (serving.draft_tokens or GUESSES) if lookup else None, "guesses are copied from the prompt"
+        ),
+        *maybe("PREFIX_CACHING=", _word(serving.prefix_cache), "whether prompts that begin alike are read once"),
+        *maybe("API_KEY=", serving.api_key, "requests need this key; in the environment it is in no list of processes"),
+        *switch(serving.trust_remote_code, "--trust-remote-code", "code of the checkpoint is run, as was asked for"),
+    ]
+
+
+def command(serving: Serving) -> Command:
+    """`text-generation-launcher`, as in its container."""
+    check(serving, FORMATS)
+    _refuse(serving)
+    found = settings(serving)
+    return Command(
+        argv=("text-generation-launcher", *checked(serving, found)),
+        env=environment(found),
+        secrets=frozenset({serving.api_key} if serving.api_key else ()),
+    )
+
+
+def explain(serving: Serving) -> list[tuple[str, str]]:
+    return explained(serving, settings(serving))
+
+
+def facts(lines: Iterable[str]) -> Facts:
+    """From the launcher's log."""
+    log = list(lines)
+    whole = [" ".join(log)]  # its arguments are printed over several lines
+    tokens = last(r"Setting max batch total tokens to (\d+)", log)
+    context = last(r"max_total_tokens: Some\(\s*(\d+)", whole) or last(r"Maximum total tokens defaulted to (\d+)", log)
+    method = last(r"quantize: Some\(\s*(\w+)", whole)
+    return Facts(
+        kv_cache_tokens=int(tokens.group(1)) if tokens else None,
+        quantization=method.group(1).lower() if method else None,
+        context=int(context.group(1)) if context else None,
+        warnings=tuple(dict.fromkeys(line.partition("WARN")[2].strip() for line in log if " WARN " in line)),
+    )
+
+
+def _refuse(serving: Serving) -> None:
+    refuse(
+        serving,
+        name="leave it out: requests need not name the model",
+        chunked_prefill="leave it out: prompts are read in pieces by themselves",
+        pipeline_parallel="use vLLM",
+        replicas="start several on ports of their own",
+        nodes="use vLLM for several nodes",
+        offload_layers="use llama.cpp",
+        threads="leave it out",
+        cache_gib="give a share of the device instead",
+        eager="leave it out",
+    )
+    if serving.speculative not in (None, LOOKUP):
+        refuse(serving, speculative="use lookup here, or vLLM for a draft model")
+
+
+def _word(on: bool | None) -> str | None:
+    return None if on is None else str(on).lower()

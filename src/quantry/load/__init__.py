@@ -1,0 +1,10 @@
+"""Load: what a server does when many ask at once.
+
+| file | holds |
+|---|---|
+| bench.py | `bench`: levels of load against any OpenAI endpoint, and what they are held to |
+| endpoint.py | the endpoint: what it is called, whether it answers, which tokenizer its model has |
+| guide.py | guidellm in an environment of its own; inside.py is what runs there |
+| metrics.py | what the engine itself counts: prefix-cache hits, accepted guesses, the filling of the KV cache |
+| page.py | the same as a page |
+"""

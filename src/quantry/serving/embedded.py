@@ -1,0 +1,168 @@
+"""llama.cpp's own server in this process: OpenAI API, streaming, continuous batching, prompt cache, metrics.
+
+    python -m quantry.serving.embedded --model FILE.gguf --port 8080 --parallel 4 ...
+
+The words are those of `llama-server`, and they are read by llama.cpp's own parser: the library inside xllamacpp has it,
+and `CommonParams` is the very structure that it fills. So every flag of that version is taken, means what it means
+there, and is refused in the same words. One word is ours: `--end-with-stdin` ends the server when its standard input
+does, so that it does not outlive whoever started it.
+
+Two things differ. Pages of other sites may not ask a server that has no key, unless `--cors-origins` says so. And at
+the start the log tells how much memory everything takes; then it is as talkative as `llama-server`.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import c_bool, c_char_p, c_int, c_int32, c_void_p
+from functools import cache
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any, NoReturn
+
+from quantry.errors import QuantryError
+
+END = "--end-with-stdin"
+PARSE = "_Z19common_params_parseiPPcR13common_params13llama_examplePFviS0_E"  # common_params_parse, in llama.cpp
+TELL = "_Z30common_log_set_verbosity_tholdi"  # common_log_set_verbosity_thold
+EXAMPLES = 64  # programs that the parser knows flags of are numbered, and the server's number changes with versions
+LOCAL = "localhost"  # pages of this machine; by llama.cpp's own default any page may ask a server without a key
+SIZES = 4  # the level of the log that tells the sizes of buffers
+MARK = 1_234_567_891
+HEADER = range(16, 128, 4)  # bytes of a Python object within which its own data begin
+
+
+def main(words: Sequence[str]) -> int:
+    """Serves until a signal, or the end of the standard input if that is asked for."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # while the model loads Python does not run, and could not end it
+    params = parse([word for word in words if word != END])
+    if not params.cors_origins_explicit and not params.api_keys:
+        params.cors_origins = LOCAL
+    level = params.verbosity
+    params.verbosity = max(level, SIZES)
+    server = _serve(params)
+    _library()[TELL](level)
+    stop = Event()
+    for number in (signal.SIGINT, signal.SIGTERM):  # llama.cpp has set its own, which would end its loop but not this
+        signal.signal(number, lambda *_: stop.set())
+    if END in words:
+        Thread(target=_until_the_end, args=(stop,), daemon=True).start()
+    stop.wait()
+    del server  # joins its threads
+    return 0
+
+
+def parse(words: Sequence[str]) -> Any:
+    """xllamacpp's parameters as `llama-server` would have them; what llama.cpp refuses is said on standard error."""
+    params = _parsed(words, _server_number())
+    if params is None:
+        raise QuantryError("llama.cpp does not take these flags", fix="see its words above, or llama-server --help")
+    return params
+
+
+def build() -> str:
+    """The build of llama.cpp inside xllamacpp: the last number of that package's version."""
+    from importlib.metadata import version
+
+    return f"b{version('xllamacpp').rpartition('.')[2]}"
+
+
+def _serve(params: Any) -> Any:
+    import xllamacpp
+
+    try:
+        return xllamacpp.Server(params)
+    except RuntimeError as error:
+        raise QuantryError(f"llama.cpp does not serve {params.model.path}", fix="see its words above") from error
+
+
+def _parsed(words: Sequence[str], example: int) -> Any:
+    """The parameters, or None where the parser refuses the words."""
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    line = [b"llama-server", *(os.fsencode(word) for word in words)]
+    argv = (c_char_p * (len(line) + 1))(*line, None)
+    return params if _library()[PARSE](len(line), argv, _address(params), example, None) else None
+
+
+def _address(params: Any) -> int:
+    """Where llama.cpp's structure is inside the Python object: it begins with n_predict, which is marked and found."""
+    usual = params.n_predict
+    params.n_predict = MARK
+    found = [id(params) + offset for offset in HEADER if c_int32.from_address(id(params) + offset).value == MARK]
+    params.n_predict = usual
+    if not found:
+        raise _other_library("its parameters are laid out in another way")
+    return found[0]
+
+
+@cache
+def _server_number() -> int:
+    """The number by which the parser knows the server: the one for which it takes flags that no other program has."""
+    with _silence():
+        found = next((one for one in range(EXAMPLES) if _parsed(["--port", "1", "--slots"], one) is not None), None)
+    if found is None:
+        raise _other_library("its parser knows no server")
+    return found
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Nothing of what C writes to the standard streams is seen."""
+    kept = {number: os.dup(number) for number in (1, 2)}
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    try:
+        for number in kept:
+            os.dup2(nothing, number)
+        yield
+    finally:
+        for number, copy in kept.items():
+            os.dup2(copy, number)
+            os.close(copy)
+        os.close(nothing)
+
+
+@cache
+def _library() -> dict[str, Any]:
+    """The two functions of llama.cpp that xllamacpp has no Python for."""
+    import xllamacpp.xllamacpp as extension
+
+    library = ctypes.CDLL(str(Path(extension.__file__)))
+    takes = {PARSE: [c_int, c_void_p, c_void_p, c_int, c_void_p], TELL: [c_int]}
+    for name, types in takes.items():
+        if not hasattr(library, name):
+            raise _other_library("it does not give out its parser")
+        function = getattr(library, name)
+        function.argtypes, function.restype = types, c_bool if name == PARSE else None
+    return {name: getattr(library, name) for name in takes}
+
+
+def _other_library(what: str) -> QuantryError:
+    return QuantryError(
+        f"the llama.cpp of this xllamacpp cannot be used as a server: {what}",
+        fix="pip install -U xllamacpp quantry, or name a llama-server with --engine-bin",
+    )
+
+
+def _until_the_end(stop: Event) -> None:
+    while os.read(0, 4096):
+        pass
+    stop.set()
+
+
+def _program() -> NoReturn:
+    try:
+        code = main(sys.argv[1:])
+    except QuantryError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = error.exit_code
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    _program()

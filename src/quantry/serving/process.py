@@ -1,0 +1,419 @@
+"""An engine as a child process: started, waited for until it answers, watched, and stopped with all it started.
+
+Nothing stands between a client and the engine. It writes its log into a file itself, so that nothing is lost when it
+dies and nothing waits when nobody reads; whoever wants to see the log gets it from there. It has a process group of its
+own, which ends with it.
+"""
+
+import http.client
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Thread
+from types import FrameType, TracebackType
+from typing import BinaryIO, Self, TextIO
+
+from quantry.engines.contract import HERE, Command, Facts, Step, adapter
+from quantry.errors import QuantryError
+from quantry.storage import VARIABLE, home
+
+PORTS = range(1, 65536)
+GRACE = 15.0  # seconds between asking an engine to end and ending it
+PATIENCE = 1800.0  # seconds until it answers: a large model comes from a slow disk
+SHORT, LONG = 0.02, 0.5  # between two looks at it
+LAST = 5.0  # seconds for killed processes to be gone
+ANSWER = 5.0  # seconds for it to say that it is well
+MESSAGE = 400  # characters of its words that are passed on
+NO_REASON = re.compile(r"\b(?:INFO|WARNING|DEBUG)\b|^\S+ [IWD] (?=\S)")
+REASON = re.compile(r"(?:^|[\s)])(?:[A-Z]\w*(?:Error|Exception)|error|Error|ERROR): |^\S+ E (?=\S)")
+
+
+class EngineError(QuantryError):
+    """An engine that does not start, or ends by itself; `log` is where its words are."""
+
+    def __init__(self, problem: str, *, fix: str, log: Path | None = None, exit_code: int = 2) -> None:
+        super().__init__(problem, fix=fix)
+        self.log, self.exit_code = log, exit_code
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What is started, and where it will answer."""
+
+    engine: str
+    command: Command
+    host: str
+    port: int
+    health: str  # the path that answers 200 once it serves
+    model: str = ""  # the name that requests ask for
+    context: int | None = None
+    removal: tuple[str, ...] = ()  # a command that ends what outlives its process: a container
+    ends_with_stdin: bool = False  # it watches its standard input, and does not outlive this process
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where a client on this machine finds it."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "") else "::1" if self.host == "::" else self.host
+        return host.strip("[]"), self.port
+
+    @property
+    def url(self) -> str:
+        host, port = self.address
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Running:
+    """A started engine. It ends with the `with` block, or with `stop`."""
+
+    def __init__(self, launch: Launch, process: "subprocess.Popen[bytes]", log: Path, stream: TextIO | None) -> None:
+        self.launch, self.log = launch, log
+        self.started = time.monotonic()
+        self._process = process
+        self._done = Event()
+        self._reader = Thread(target=self._pass_on, args=(stream,), daemon=True) if stream else None
+        if self._reader:
+            self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def url(self) -> str:
+        """What the paths of the API follow: http://127.0.0.1:8080."""
+        return self.launch.url
+
+    @property
+    def engine(self) -> str:
+        return self.launch.engine
+
+    @property
+    def model(self) -> str:
+        """The name that requests ask for."""
+        return self.launch.model
+
+    @property
+    def context(self) -> int | None:
+        """Tokens of one sequence: as asked for, or as the engine says."""
+        return self.launch.context or self.facts().context
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        return self.launch.command.argv
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; otherwise its code, 128 and the signal's number if a signal ended it."""
+        code = self._poll()
+        return code if code is None or code >= 0 else 128 - code
+
+    def healthy(self) -> bool:
+        """Whether it says that it is ready."""
+        if self._poll() is not None:
+            return False
+        connection = http.client.HTTPConnection(*self.launch.address, timeout=ANSWER)
+        try:
+            connection.request("GET", self.launch.health)
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Waits for its end and gives the exit code; None if it still runs after `timeout` seconds."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout)
+            self._finish()
+        return self.exit_code
+
+    def stop(self, grace: float = GRACE) -> int:
+        """Asks it to end, and after `grace` seconds ends it and all that it started; gives the exit code."""
+        try:
+            if self._poll() is None:
+                self._signal(signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(grace)
+        finally:
+            self._finish()
+        code = self.exit_code
+        assert code is not None
+        return code
+
+    def facts(self) -> Facts:
+        """What its log says so far."""
+        return adapter(self.engine).facts(self.lines())
+
+    def lines(self) -> list[str]:
+        """Its log so far."""
+        return self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log.exists() else []
+
+    def death(self) -> EngineError:
+        """What to say when it has ended by itself."""
+        code = self._process.returncode
+        ending = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        after = time.monotonic() - self.started
+        words = reason(self.lines(), guess=code > 0)
+        return EngineError(
+            f"{self.engine} (process {self.pid}) {ending} after {after:.1f} s{': ' + words if words else ''}",
+            fix=f"its log is {self.log}",
+            log=self.log,
+            exit_code=self.exit_code or 1,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _poll(self) -> int | None:
+        """Its code once it has ended; then what it started is ended too, before the group's number can be another's."""
+        code = self._process.poll()
+        if code is not None:
+            self._finish()
+        return code
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError, PermissionError):  # macOS answers the second for a group of zombies
+            os.killpg(self._process.pid, number)
+
+    def _finish(self) -> None:
+        """Ends whatever of its group is left, and has the rest of the log shown; once."""
+        if self._done.is_set():
+            return
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        _await_empty(self._process.pid)
+        if self._process.stdin:
+            with suppress(OSError):
+                self._process.stdin.close()
+        self._done.set()
+        if self._reader:
+            self._reader.join(LONG * 4)
+        if self.launch.removal:
+            quiet = subprocess.DEVNULL
+            subprocess.run(self.launch.removal, stdin=quiet, stdout=quiet, stderr=quiet, check=False)
+
+    def _pass_on(self, stream: TextIO) -> None:
+        with self.log.open(encoding="utf-8", errors="replace") as file, suppress(OSError, ValueError):
+            while True:
+                ended = self._done.is_set()  # asked before the read: what was written until then is still shown
+                if text := file.read():
+                    stream.write(text)
+                    stream.flush()
+                elif ended:
+                    return
+                else:
+                    self._done.wait(SHORT * 5)
+
+
+def start(
+    launch: Launch,
+    *,
+    log: Path | None = None,
+    stream: TextIO | None = None,
+    patience: float = PATIENCE,
+    tell: Callable[[str], None] | None = None,
+) -> Running:
+    """Starts an engine and waits until it answers; its log goes to the file `log`, and to `stream` if there is one.
+
+    Steps that come before and after on this machine are run as well; `tell` is given a line before each.
+    """
+    check_port(launch.host, launch.port)
+    folder = _folder(log, launch)
+    file = log or folder / "engine.log"
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **launch.command.env}
+    place = _with_files(launch.command, folder)
+    with _log(file) as output:
+        for step in launch.command.steps:
+            _run_step(step, environment, place, file, output, tell)
+        running = Running(launch, _spawn(launch, environment, place, output), file, stream)
+    try:
+        _await(running, patience)
+        with file.open("ab") as output:
+            for step in launch.command.after:
+                _run_step(step, environment, place, file, output, tell)
+    except BaseException:
+        running.stop()
+        raise
+    return running
+
+
+def check_port(host: str, port: int) -> None:
+    """An error if something listens on the port already, which names the next that is free."""
+    if port not in PORTS:
+        raise QuantryError(f"port {port} is not one of 1 to 65535", fix="leave --port out for the engine's usual one")
+    if why := _taken(host, port):
+        other = next((number for number in range(port + 1, PORTS.stop) if not _taken(host, number)), None)
+        fix = f"use --port {other}" if other else "stop what listens there"
+        raise QuantryError(f"port {port} of {host} cannot be used: {why}", fix=fix)
+
+
+def free_port(host: str) -> int:
+    """A port that nothing listens on."""
+    with _bound(host, 0) as probe:
+        return int(probe.getsockname()[1])
+
+
+def reason(lines: Sequence[str], guess: bool = True) -> str:
+    """The line of a log that tells what went wrong: the first error, since those that follow only follow from it.
+
+    Without one it is the last line, if a `guess` is wanted, else nothing.
+    """
+    said = [line.strip() for line in lines if line.strip()]
+    errors = (line for line in said if REASON.search(line) and not NO_REASON.search(line))
+    found = next(errors, said[-1] if said and guess else "")
+    return found if len(found) <= MESSAGE else found[: MESSAGE - 3] + "..."
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP as exceptions, like SIGINT, so that every `with` on the way stops what it started."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    old = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _taken(host: str, port: int) -> str | None:
+    """Why a server could not listen there, None if it could."""
+    try:
+        with _bound(host, port):
+            return None
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+
+
+@contextmanager
+def _bound(host: str, port: int) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: only listeners are in the way
+        try:
+            probe.bind((host.strip("[]"), port))
+        except socket.gaierror as error:
+            raise QuantryError(f"{host} is no address: {error.strerror}", fix="use 127.0.0.1") from error
+        yield probe
+
+
+def _folder(log: Path | None, launch: Launch) -> Path:
+    """Where the log and the files are: a folder for each engine and port, which the next one there takes over."""
+    folder = log.parent if log else home() / "serving" / f"{launch.engine}-{launch.port}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise QuantryError(f"cannot write to {folder}: {error.strerror}", fix=f"set {VARIABLE} to a folder") from error
+    return folder
+
+
+@contextmanager
+def _log(file: Path) -> Iterator[BinaryIO]:
+    try:
+        output = file.open("wb")
+    except OSError as error:
+        raise QuantryError(f"cannot write {file}: {error.strerror}", fix="give --log another file") from error
+    with output:
+        yield output
+
+
+def _with_files(command: Command, folder: Path) -> Path | None:
+    """Writes the files of a command, and gives the folder to start it in; without files that is the present one."""
+    for name, text in command.files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder if command.files else None
+
+
+def _run_step(
+    step: Step,
+    environment: dict[str, str],
+    place: Path | None,
+    file: Path,
+    output: BinaryIO,
+    tell: Callable[[str], None] | None,
+) -> None:
+    """A step on this machine, in a process group that does not outlive it; those elsewhere are for the user to run."""
+    if step.where != HERE:
+        return
+    if tell:
+        tell(step.why)
+    process = _popen(step.argv, environment, place, output, subprocess.DEVNULL)
+    try:
+        code = process.wait()
+    finally:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if code:
+        words = reason(file.read_text(encoding="utf-8", errors="replace").splitlines())
+        raise EngineError(
+            f"{step.argv[0]} ended with exit code {code} ({step.why}): {words}", fix=f"its log is {file}", log=file
+        )
+
+
+def _spawn(
+    launch: Launch, environment: dict[str, str], place: Path | None, output: BinaryIO
+) -> "subprocess.Popen[bytes]":
+    stdin = subprocess.PIPE if launch.ends_with_stdin else subprocess.DEVNULL
+    return _popen(launch.command.argv, environment, place, output, stdin)
+
+
+def _popen(
+    argv: Sequence[str], environment: dict[str, str], place: Path | None, output: BinaryIO, stdin: int
+) -> "subprocess.Popen[bytes]":
+    if shutil.which(argv[0], path=environment.get("PATH")) is None:
+        raise EngineError(f"{argv[0]} is not a program that can be run", fix="install it, or name it by its path")
+    return subprocess.Popen(
+        argv, env=environment, cwd=place, stdin=stdin, stdout=output, stderr=output, start_new_session=True
+    )
+
+
+def _await(running: Running, patience: float) -> None:
+    """Until it is healthy: looks often at first, since a small model is there at once."""
+    pause = SHORT
+    while not running.healthy():
+        if running.exit_code is not None:
+            error = running.death()
+            error.exit_code = EngineError.exit_code  # it never served: what was asked for cannot be done
+            raise error
+        if time.monotonic() - running.started > patience:
+            raise EngineError(
+                f"{running.engine} does not answer at {running.url}{running.launch.health} after {patience:.0f} s: "
+                f"{reason(running.lines())}",
+                fix=f"give it longer with --patience; its log is {running.log}",
+                log=running.log,
+            )
+        running.wait(pause)  # its death ends the pause
+        pause = min(pause * 1.3, LONG)
+
+
+def _await_empty(group: int) -> None:
+    """Until the last of a killed group is gone, and with it its memory and ports; that takes a moment."""
+    end = time.monotonic() + LAST
+    with suppress(ProcessLookupError, PermissionError):
+        while time.monotonic() < end:
+            os.killpg(group, 0)
+            time.sleep(SHORT)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
