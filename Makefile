@@ -12,15 +12,11 @@ INSTALL_BROWSER = $(APT) update >/dev/null && $(APT) install -y --no-install-rec
 
 .PHONY: demo test test-engines check docs build clean browser
 
-## demo: the main job on the model that ships with the package, offline
+## demo: the main job on the model that ships with the package, offline: quantize, prove, serve, a first answer
 demo: $(READY)
-	rm -rf build/demo-q4_k_m build/demo-w4a16
+	rm -rf build/demo
 	$(BIN)/quantry inspect demo
-	$(BIN)/quantry quantize demo -o build/demo-q4_k_m --preset gguf-q4_k_m
-	$(BIN)/quantry inspect build/demo-q4_k_m
-	$(BIN)/quantry verify build/demo-q4_k_m --reference demo --windows 4
-	$(BIN)/python examples/ask.py build/demo-q4_k_m/demo-Q4_K_M.gguf "What color is the sky?"
-	$(BIN)/quantry quantize demo -o build/demo-w4a16 --preset w4a16
+	$(BIN)/quantry run demo -o build/demo --yes --no-serve
 
 ## test: the whole test suite
 test: $(READY) browser
