@@ -17,7 +17,6 @@ import argparse
 import http.client
 import json
 import os
-import shutil
 import statistics
 import sys
 import time
@@ -44,7 +43,7 @@ GIB = 1 << 30
 LENGTH, WINDOWS = 512, 8
 PROMPT, ANSWER, REPEATS = 512, 257, 3
 BATCHES = (1, 16, 64)
-AT_A_TIME = 4
+AT_A_TIME = 6
 START = 600.0
 
 
@@ -260,9 +259,8 @@ def _started(
 
 def _made(model: Path, folder: Path, case: Case, **told: Any) -> Path:
     begin = time.perf_counter()
-    if case.preset == "bf16":
-        return model
-    shutil.rmtree(folder, ignore_errors=True)
+    if case.preset == "bf16" or (folder / "quantry.json").exists():
+        return model if case.preset == "bf16" else folder
     calibrated = any(word in case.preset for word in ("gptq", "awq+", "-awq", "smooth", "static"))
     kept = told if calibrated else {"device": told["device"]}
     quantry.quantize(model, folder, preset=case.preset, format=case.format, group=case.group, **kept)

@@ -59,7 +59,7 @@ def disk_speed(folder: Path, size: int = 1 << 30) -> float:
     return size / seconds
 
 
-def keep(name: str, figures: dict[str, Any]) -> None:
+def keep(name: str, figures: dict[str, Any], folder: Path = RESULTS) -> None:
     """Prints the figures as the last line, and keeps them with versions and date."""
     versions = {"python": platform.python_version(), "machine": platform.machine(), "cores": os.cpu_count()}
     for package in ("torch", "quantry"):
@@ -68,6 +68,6 @@ def keep(name: str, figures: dict[str, Any]) -> None:
         except PackageNotFoundError:
             versions[package] = None
     record = {"benchmark": name, "date": datetime.now(UTC).date().isoformat(), "versions": versions, **figures}
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
     print(json.dumps(record))

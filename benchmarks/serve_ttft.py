@@ -125,7 +125,7 @@ def _show(rows: dict[str, list[dict[str, float]]], model: Path) -> None:
             "counted_by_the_engine_ms": round(counted, 2), "to_the_engine_alone": round(median / alone, 3),
         }  # fmt: skip
         print(f"{name:<18} median {median:7.2f} ms  least {low:7.2f} ms  {median / alone:5.2f} of the engine alone")
-    keep("serve-ttft", {"model": model.name, "requests": len(next(iter(rows.values()))), "ways": result})
+    keep("serve_ttft", {"model": model.name, "requests": len(next(iter(rows.values()))), "ways": result})
 
 
 if __name__ == "__main__":

@@ -146,9 +146,13 @@ def test_llama_cpp_in_full() -> None:
         "--threads 6 --n-gpu-layers 20 --flash-attn on --cache-type-k q8_0 --cache-type-v q8_0 --no-cache-prompt "
         "--model-draft small.gguf --spec-type draft-simple --spec-draft-n-max 8 --alias m --jinja --metrics"
     )  # fmt: skip
-    assert "--spec-type ngram-simple --spec-ngram-simple-size-m 9" in line(
-        "llama.cpp", speculative=LOOKUP, draft_tokens=9
-    )
+
+
+@pytest.mark.parametrize(("asked", "match", "guesses"), [(None, 4, 8), (9, 4, 9), (4, 4, 4), (3, 3, 3), (1, 1, 1)])
+def test_llama_cpp_never_looks_for_more_than_it_guesses(asked: int | None, match: int, guesses: int) -> None:
+    """With guesses shorter than the run that must match, ngram-simple drafts nothing."""
+    told = f"--spec-type ngram-simple --spec-ngram-simple-size-n {match} --spec-ngram-simple-size-m {guesses} "
+    assert told in line("llama.cpp", speculative=LOOKUP, draft_tokens=asked)
 
 
 def test_transformers_names_a_gguf_by_folder_and_file() -> None:

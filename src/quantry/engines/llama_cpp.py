@@ -49,6 +49,11 @@ OUTDATED = (
     Outdated("--cont-batching", "", "on by itself", None),
 )
 ALL_LAYERS = 999
+# Lookup, measured with a 135M model in Q8_0 on a CPU: repeating a text, editing code, rewriting, extracting lines; 395
+# tokens. These sizes need 112 steps and 79 % of 359 guesses are right. llama.cpp's own, 12 and 48, need 225 steps,
+# guess nothing in the rewritten text, and lose time to long wrong guesses in the lines; runs of 2 or 3 guess more, and
+# more often wrongly. Where fewer tokens are guessed than must match, ngram-simple guesses nothing at all.
+MATCH, GUESSES = 4, 8
 
 
 def settings(serving: Serving) -> list[Setting]:
@@ -164,10 +169,11 @@ def _guessing(serving: Serving) -> list[Setting]:
     if serving.speculative is None:
         return []
     if serving.speculative == LOOKUP:
-        why = "guesses are copied from the text so far, where the last tokens stood before"
+        guesses = serving.draft_tokens or GUESSES
         return [
-            Setting("--spec-type", "ngram-simple", why),
-            *maybe("--spec-ngram-simple-size-m", serving.draft_tokens, "tokens guessed at a time"),
+            Setting("--spec-type", "ngram-simple", "guesses are copied from the text so far; answers stay the same"),
+            Setting("--spec-ngram-simple-size-n", min(MATCH, guesses), "tokens that must have stood there before"),
+            Setting("--spec-ngram-simple-size-m", guesses, "tokens guessed at a time"),
         ]
     return [
         Setting(
