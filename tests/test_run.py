@@ -20,10 +20,11 @@ from urllib.parse import urlsplit
 import pytest
 from typer.testing import CliRunner
 
-from quantry import devices, job, talking
+from quantry import devices, talking
 from quantry.cli import app
 from quantry.errors import OutputError, QuantryError
-from quantry.job import DeclinedError, Run, Step, run
+from quantry.job import QUESTION, Asked, DeclinedError, Run, Step, answering, decision, run
+from quantry.job.files import alone
 from quantry.planning.decision import plan
 from quantry.talking import Server, ServerError
 
@@ -92,8 +93,8 @@ def test_every_step_says_what_it_did_and_where_the_file_is(done: Run, told: list
 
 def test_the_first_answer_is_the_engines_own(done: Run) -> None:
     assert done.running
-    chat = [{"role": "user", "content": job.QUESTION}]
-    body = {"model": done.running.model, "messages": chat, "temperature": 0, "max_tokens": job.ANSWER}
+    chat = [{"role": "user", "content": QUESTION}]
+    body = {"model": done.running.model, "messages": chat, "temperature": 0, "max_tokens": answering.ANSWER}
     found = ask(done.running.url, "/v1/chat/completions", body)
     assert done.answer == found["choices"][0]["message"]["content"]
     assert done.answer
@@ -184,21 +185,46 @@ def copied(done: Run, folder: Path) -> Path:
     return out
 
 
-def test_a_failed_gate_is_not_served(done: Run, tmp_path: Path) -> None:
-    out = copied(done, tmp_path)
-    card = out / "demo-gguf-q8_0" / "quantry.json"
+def spoil(card: Path) -> None:
+    """A proof that says that too much is lost; it is taken over, as any that was measured in the same way."""
     content = json.loads(card.read_text())
     content["proof"]["verdict"] = "fail"
     content["proof"]["findings"][0] |= {"ok": False, "words": "too much is lost"}
     card.write_text(json.dumps(content))
+
+
+def test_what_fails_the_gate_is_followed_by_what_loses_less(done: Run, tmp_path: Path) -> None:
+    """And where that fails too, nothing is served."""
+    out = copied(done, tmp_path)
+    spoil(out / "demo-gguf-q8_0" / "quantry.json")
+    with run("demo", out, **QUICK) as found:
+        assert [step.name for step in found.steps] == [
+            "plan", "quantize", "verify", "instead", "quantize", "verify", "serve", "answer",
+        ]  # fmt: skip
+        assert (found.passed, found.preset, Path(found.artefact).name) == (True, "gguf-bf16", "demo-gguf-bf16")
+        assert found.answer
+        assert found.proof["kl"] < 1e-6
+        first = "gguf-q8_0 was tried first, and fails the gate general: too much is lost"
+        assert any(first in note for note in found.notes)
+    spoil(out / "demo-gguf-bf16" / "quantry.json")
     found = run("demo", out, **QUICK)
-    assert [step.name for step in found.steps] == ["plan", "quantize", "verify"]
+    assert [step.name for step in found.steps] == ["plan", "quantize", "verify", "instead", "quantize", "verify"]
+    assert all(step.taken_over for step in found.steps if step.name in ("quantize", "verify"))
     assert (found.passed, found.running, found.answer) == (False, None, None)
     assert "too much is lost" in found.proof["wrong"][0]
     shown = CliRunner().invoke(app, ["run", "demo", "-o", str(out), "--windows", "1", "--device", "cpu"])
     assert shown.exit_code == 1, shown.output
     assert "too much is lost" in shown.stdout
     assert "the gate general is failed, so it is not served" in shown.stdout
+
+
+def test_what_is_tried_after_a_failure(tmp_path: Path) -> None:
+    """Only what should lose no more, for the same engine, the 16-bit model last; a size that was asked for is kept."""
+    here = decision.decided("demo", tmp_path / "out", Asked(**QUICK))
+    assert [one.preset for one in here.gentler] == ["gguf-bf16"]
+    options = plan("demo", gpu="H200", engine="vllm").options
+    assert [one.preset for one in decision._gentler(options[0], options)] == ["w8a16", "bf16"]
+    assert decision.decided("demo", tmp_path / "out", Asked(budget="5bpw", **QUICK)).gentler == ()
 
 
 # ---- what is refused, and what is asked ----
@@ -246,7 +272,7 @@ def test_what_is_not_ours_or_not_whole_is_refused(done: Run, tmp_path: Path, spo
 
 def test_two_runs_do_not_meet(done: Run, tmp_path: Path) -> None:
     out = copied(done, tmp_path)
-    with job._alone(out), pytest.raises(OutputError, match="another run works in"):
+    with alone(out), pytest.raises(OutputError, match="another run works in"):
         run("demo", out, serve=False, **QUICK)
 
 
@@ -279,10 +305,10 @@ def test_a_port_in_use_is_refused_first_and_the_usual_one_is_not_insisted_on(tmp
         port = taken.getsockname()[1]
         with pytest.raises(QuantryError, match=f"port {port} of 127.0.0.1 cannot be used.*use --port"):
             run("demo", tmp_path / "out", port=port, **QUICK)
-        decided = job._decided("demo", tmp_path / "out", job.Asked(**QUICK))
+        decided = decision.decided("demo", tmp_path / "out", Asked(**QUICK))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("quantry.engines.llama_cpp.PORT", port)
-            assert job._port(decided) not in (0, port)
+            assert answering.port_of(decided) not in (0, port)
     assert not (tmp_path / "out").exists()
 
 
@@ -311,15 +337,15 @@ def test_whoever_says_no_has_nothing_written(tmp_path: Path) -> None:
 
 
 def test_a_budget_is_spent_by_preset_auto(tmp_path: Path) -> None:
-    found = job._decided("demo", tmp_path / "out", job.Asked(budget="4.5bpw", **QUICK))
+    found = decision.decided("demo", tmp_path / "out", Asked(budget="4.5bpw", **QUICK))
     assert found.making == {"preset": "auto", "budget": "4.5bpw", "format": "gguf", "device": "cpu"}
     assert found.folder.name == "demo-auto-4.5bpw"
-    there = job._decided("demo", tmp_path / "out", job.Asked(budget="6 MiB", gpu="RTX 4090", engine="vllm", **QUICK))
+    there = decision.decided("demo", tmp_path / "out", Asked(budget="6 MiB", gpu="RTX 4090", engine="vllm", **QUICK))
     assert (there.making["format"], there.folder.name) == ("compressed-tensors", "demo-auto-6-MiB-compressed-tensors")
 
 
 def test_another_machines_engine_need_not_be_here(tmp_path: Path) -> None:
-    found = job._decided("demo", tmp_path / "out", job.Asked(gpu="RTX 4090", engine="vllm", **QUICK))
+    found = decision.decided("demo", tmp_path / "out", Asked(gpu="RTX 4090", engine="vllm", **QUICK))
     assert (found.option.engine, found.installed, found.measured_in) == ("vllm", None, None)
     assert any("pip install" in note for note in found.notes)
 
@@ -331,11 +357,11 @@ def test_an_engine_that_was_named_has_to_be_here(tmp_path: Path) -> None:
 
 def test_without_the_best_engine_the_best_that_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = devices.hardware("RTX 4090")
-    for home in ("quantry.devices.detect", "quantry.job"):
+    for home in ("quantry.devices.detect", "quantry.job.decision"):
         monkeypatch.setattr(f"{home}.detect", lambda seconds=0.2: machine)
     best = plan("demo", gpu="RTX 4090").options[0]
     assert best.engine == "vllm"
-    found = job._decided("demo", tmp_path / "out", job.Asked(**QUICK))
+    found = decision.decided("demo", tmp_path / "out", Asked(**QUICK))
     assert found.option.engine == "llama.cpp"
     assert any(note.startswith(f"{best.preset} in vllm would be the best, but") for note in found.notes)
 
