@@ -34,8 +34,9 @@ from environment import CACHE, ensure
 from quantry import walk
 from quantry.checkpoint.reader import local_folder
 from quantry.engines.contract import Serving, adapter
+from quantry.errors import QuantryError
 from quantry.proof import sources
-from quantry.serving import onnx_server, process
+from quantry.serving import Options, onnx_server, prepare, process, serve
 from quantry.serving.process import Launch, Running
 
 pytestmark = pytest.mark.engines
@@ -90,7 +91,7 @@ def _built(demo: Path, home: Path, precision: str) -> Path:
     command = adapter("onnxruntime").command(serving(model, format="safetensors", quantization=precision))
     (step,) = command.steps
     done, folder = home / ".done", Path(command.argv[command.argv.index("--model") + 1])
-    if not done.exists():
+    if not (done.exists() and folder.is_dir()):
         shutil.rmtree(home, ignore_errors=True)
         home.mkdir(parents=True)
         model.symlink_to(demo, target_is_directory=True)
@@ -526,3 +527,25 @@ def test_context_and_name_and_a_stop_in_the_middle(built: dict[str, Path]) -> No
         assert time.monotonic() - begun < 5
         assert not [line for line in running.lines() if line.startswith("answered")], "it went on to the last token"
         link.close()
+
+
+def test_a_checkpoint_is_built_once_and_served() -> None:
+    """`quantry serve` does both; what was built is found again."""
+    asked: dict[str, Any] = {
+        "engine": "onnxruntime", "engine_python": ensure("onnxruntime"), "quantization": "int8", "port": 0, "threads": 1,
+        "context": 256, "patience": 300,
+    }  # fmt: skip
+    said: list[list[str]] = []
+    for _ in range(2):
+        told: list[str] = []
+        with serve("demo", tell=told.append, **asked) as running:
+            answer = client(running).completions.create(model="demo", prompt=STORY, max_tokens=4, temperature=0)
+            said.append([*told, answer.choices[0].text])
+    assert said[0] == ["the ONNX model, from the checkpoint", said[1][-1]]
+    assert len(said[1]) == 1, "nothing is built the second time"
+    assert said[1][0].strip()
+
+
+def test_an_image_has_no_server_for_it() -> None:
+    with pytest.raises(QuantryError, match="Quantry's own, and in no image"):
+        prepare("demo", Options(engine="onnxruntime", image="some/image"))
