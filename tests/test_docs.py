@@ -2,11 +2,18 @@
 
 import re
 import shlex
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+
+from quantry.serving.process import free_port
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -14,11 +21,42 @@ COMMANDS = re.findall(r"^quantry .+$", README, re.MULTILINE)
 
 
 def test_readme_commands_run(tmp_path: Path) -> None:
-    """In the order of the page, in an empty folder: later ones use what earlier ones wrote."""
-    for command in COMMANDS:
-        words = [sys.executable, "-m", *shlex.split(command)]
-        done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path)
-        assert done.returncode == 0, f"{command}: {done.stderr}"
+    """In the order of the page, in an empty folder: later ones use what earlier ones wrote, or what they serve."""
+    port = str(free_port("127.0.0.1"))
+    with ExitStack() as serving:
+        for command in COMMANDS:
+            words = [sys.executable, "-m", *shlex.split(command.replace("8080", port), comments=True)]
+            if words[3] in ("run", "serve"):
+                serving.close()
+                serving.enter_context(started(words, tmp_path, port))
+                continue
+            told: dict[str, Any] = {"input": "Hello!\n"} if words[3] == "chat" else {}
+            done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path, **told)
+            assert done.returncode == 0, f"{command}: {done.stderr}"
+
+
+@contextmanager
+def started(words: list[str], folder: Path, port: str) -> Iterator[None]:
+    """A command that goes on serving; it is ended as from a terminal."""
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder)
+    assert process.stdout
+    try:
+        said = ""
+        while f"127.0.0.1:{port}/v1" not in said or not answers(port):
+            said += (line := process.stdout.readline())
+            assert line, f"{words} ended: {said}"
+        yield
+    finally:
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=60)
+        assert process.returncode == 130, said
+
+
+def answers(port: str) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def test_readme_python_runs(tmp_path: Path) -> None:
