@@ -149,6 +149,11 @@ def test_llama_cpp_in_full() -> None:
 
 
 @pytest.mark.parametrize(("asked", "match", "guesses"), [(None, 4, 8), (9, 4, 9), (4, 4, 4), (3, 3, 3), (1, 1, 1)])
+def test_llama_cpp_is_told_how_much_of_finished_prompts_to_keep() -> None:
+    assert "--cache-ram 77" in line("llama.cpp", prompt_cache_mib=77)
+    assert "--cache-ram 0" in line("llama.cpp", prompt_cache_mib=0, kv="q8_0")
+
+
 def test_llama_cpp_never_looks_for_more_than_it_guesses(asked: int | None, match: int, guesses: int) -> None:
     """With guesses shorter than the run that must match, ngram-simple drafts nothing."""
     told = f"--spec-type ngram-simple --spec-ngram-simple-size-n {match} --spec-ngram-simple-size-m {guesses} "
@@ -314,13 +319,13 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "chunked_prefill": (None, True, False), "batch_tokens": (None, 512), "speculative": (None, LOOKUP, "draft"),
     "draft_tokens": (None, 4), "tensor_parallel": (1, 2), "pipeline_parallel": (1, 2), "replicas": (1, 2),
     "offload_layers": (None, 5), "threads": (None, 2), "utilization": (None, 0.5), "cache_gib": (None, 2),
-    "eager": (False, True), "trust_remote_code": (False, True), "platform": ("cpu", "cuda"), "bits": (None, 4),
+    "eager": (False, True), "prompt_cache_mib": (None, 64), "trust_remote_code": (False, True), "platform": ("cpu", "cuda"), "bits": (None, 4),
     "nodes": (1, 2), "head": ("10.0.0.1",), "python": ("python", "/e/python"), "built": (None, "kept"), "extra": ((), ("--of-its-own", "1")),
     "kv": ("auto", "fp8", "q8_0", "fp8_e5m2"), "dtype": (None, "float16"), "quantization": (None, "fp8", "int4"),
 }  # fmt: skip
 
 
-PLACES = {"platform", "python", "bits", "head", "built"}  # what is so, not what is asked for
+PLACES = {"platform", "python", "bits", "head", "built", "prompt_cache_mib"}  # what is so, not what is asked for
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -622,6 +622,23 @@ def test_a_context_is_chosen_that_fits() -> None:
         choose.fitted(replace(serving, context=2 * tight.context), model, devices.hardware("RTX 4090"))
 
 
+def test_finished_prompts_get_half_of_the_room_that_is_left() -> None:
+    """llama.cpp would keep 8 GiB of them; where there is more than twice that, it is left alone."""
+    model = choose.Model("llama-3.1-8b", Path("m"), "gguf", "m", planned_model("llama-3.1-8b"))
+    serving = Serving("m", "gguf", "llama.cpp", "b11549", context=8192, concurrency=1)
+    machine = devices.hardware("cpu")
+
+    def kept(gib_free: int) -> int | None:
+        place = replace(machine.cpu, usable=gib_free << 30, free=None)
+        return choose.fitted(serving, model, replace(machine, cpu=place))[0].prompt_cache_mib
+
+    _, needed = choose.fitted(serving, model, replace(machine, cpu=replace(machine.cpu, usable=64 << 30, free=None)))
+    assert needed is not None
+    assert kept(64) is None
+    assert kept(24) == ((24 << 30) - needed.per_device) // 2 >> 20
+    assert embedded.parse(["--model", "m", "--cache-ram", "77"]).cache_ram_mib == 77
+
+
 def test_physical_cores(tmp_path: Path) -> None:
     for number in range(8):  # four cores of two threads
         folder = tmp_path / f"sys/devices/system/cpu/cpu{number}/topology"

@@ -67,6 +67,7 @@ class Serving:
     threads: int | None = None
     utilization: float | None = None  # share of a device's memory
     cache_gib: int | None = None  # of the KV cache, where the engine is told a size
+    prompt_cache_mib: int | None = None  # of host memory, for prompts that are finished (llama.cpp)
     dtype: str | None = None
     quantization: str | None = None  # of 16-bit weights as they are loaded
     bits: int | None = None  # of the weights, where it is known

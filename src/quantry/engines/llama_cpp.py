@@ -155,6 +155,9 @@ def _cache(serving: Serving) -> list[Setting]:
         "--no-cache-prompt",
         "every prompt is read in full",
     )
+    found += maybe(
+        "--cache-ram", serving.prompt_cache_mib, "MiB for prompts that are finished; by itself it would take 8192"
+    )
     if serving.kv == "auto":
         return found
     return [

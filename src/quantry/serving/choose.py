@@ -57,6 +57,7 @@ PLATFORMS = {"nvidia": "cuda", "amd": "rocm", "apple": "metal", "intel": "xpu"}
 PATIENCE = 60.0  # seconds for a program to say its version
 CONTEXT = 8192  # tokens that are offered unless more are asked for
 LEAST = 512
+PROMPTS = 8192  # MiB of finished prompts that llama.cpp keeps by itself
 SMALLER = ("q8_0", "fp8")  # types of the cache that halve it, in the words of the engines
 
 
@@ -174,10 +175,18 @@ def fitted(serving: Serving, model: Model, hardware: Hardware) -> tuple[Serving,
     for one in (asked, *shorter):
         needed = _needed(place, one)
         if needed is None or needed.per_device <= room(place):
-            return one, needed
+            return _with_prompt_cache(one, needed, place), needed
     needed = _needed(place, asked)
     assert needed is not None
     raise QuantryError(_too_much(asked, model, needed, place), fix=_nearest(asked, model, hardware))
+
+
+def _with_prompt_cache(serving: Serving, needed: Footprint | None, place: Deployment) -> Serving:
+    """What llama.cpp keeps of finished prompts is in no plan, so that it gets no more than half of what is left."""
+    if needed is None or serving.engine != LLAMA or place.device.kind == "gpu":
+        return serving
+    left = (room(place) - needed.per_device) // 2 >> 20
+    return replace(serving, prompt_cache_mib=left) if left < PROMPTS else serving
 
 
 def _place(serving: Serving, model: Model, hardware: Hardware) -> Deployment | None:
