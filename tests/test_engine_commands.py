@@ -148,12 +148,12 @@ def test_llama_cpp_in_full() -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("asked", "match", "guesses"), [(None, 4, 8), (9, 4, 9), (4, 4, 4), (3, 3, 3), (1, 1, 1)])
 def test_llama_cpp_is_told_how_much_of_finished_prompts_to_keep() -> None:
     assert "--cache-ram 77" in line("llama.cpp", prompt_cache_mib=77)
     assert "--cache-ram 0" in line("llama.cpp", prompt_cache_mib=0, kv="q8_0")
 
 
+@pytest.mark.parametrize(("asked", "match", "guesses"), [(None, 4, 8), (9, 4, 9), (4, 4, 4), (3, 3, 3), (1, 1, 1)])
 def test_llama_cpp_never_looks_for_more_than_it_guesses(asked: int | None, match: int, guesses: int) -> None:
     """With guesses shorter than the run that must match, ngram-simple drafts nothing."""
     told = f"--spec-type ngram-simple --spec-ngram-simple-size-n {match} --spec-ngram-simple-size-m {guesses} "
