@@ -17,7 +17,7 @@ from quantry.errors import QuantryError, UnknownNameError
 from quantry.pipeline import quantize
 from quantry.planning import decision, matrices, rules
 from quantry.planning.candidates import Request
-from quantry.planning.commands import Serving, commands
+from quantry.planning.commands import Planned, commands
 from quantry.planning.decision import Plan, plan
 from quantry.planning.feasibility import agrees, used_facts
 from quantry.planning.models import open_model
@@ -175,11 +175,11 @@ def test_asked_concurrency_is_kept_or_refused() -> None:
 # ---- commands ----
 
 
-def serving(engine: str, **changes: Any) -> Serving:
+def serving(engine: str, **changes: Any) -> Planned:
     loaded = {"llama.cpp": ("gguf-q4_k_m", "gguf"), "ollama": ("gguf-q4_k_m", "gguf"), "onnxruntime": ("w4a16", "gptq"),
               "deepspeed": ("bf16", "safetensors")}  # fmt: skip
     name, form = loaded.get(engine, ("w4a16", "compressed-tensors"))
-    plain = Serving("meta-llama/Llama-3.1-8B", presets()[name], form, engine, latest(engine), 4096, 8, "cuda")
+    plain = Planned("meta-llama/Llama-3.1-8B", presets()[name], form, engine, latest(engine), 4096, 8, "cuda")
     return replace(plain, **changes)
 
 

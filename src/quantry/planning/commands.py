@@ -15,7 +15,7 @@ COPIES = ("vllm", "deepspeed")  # engines that share requests among copies thems
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class Planned:
     """All that the commands of an option depend on."""
 
     model: str  # what `quantry quantize` opens: a folder, a hub id or demo
@@ -63,12 +63,12 @@ def _plain_name(model: str) -> str:
     return path.resolve().name if path.exists() else path.name.partition("@")[0]
 
 
-def commands(serving: Serving) -> dict[str, list[str]]:
+def commands(serving: Planned) -> dict[str, list[str]]:
     """The three commands, in the order in which they are run."""
     return {"quantize": quantize(serving), "verify": verify(serving), "serve": serve(serving)}
 
 
-def quantize(serving: Serving) -> list[str]:
+def quantize(serving: Planned) -> list[str]:
     """`quantry quantize`; the format only where it is not the preset's first."""
     words = ["quantry", "quantize", serving.model, "-o", serving.output, "--preset", serving.preset.name]
     if serving.format not in (CAST, serving.preset.formats[0]):
@@ -79,18 +79,18 @@ def quantize(serving: Serving) -> list[str]:
     return [*words, "--keep-odd"] if serving.keep_odd else words
 
 
-def verify(serving: Serving) -> list[str]:
+def verify(serving: Planned) -> list[str]:
     """`quantry verify` against the 16-bit model, in the engine where that can be asked."""
     words = ["quantry", "verify", serving.output, "--reference", serving.model, "--gate", serving.gate]
     return [*words, "--engine", serving.engine] if serving.engine in GATED else words
 
 
-def serve(serving: Serving) -> list[str]:
+def serve(serving: Planned) -> list[str]:
     """The engine's own command for its version, as one line."""
     return contract.adapter(serving.engine).command(asked(serving)).shown()
 
 
-def asked(serving: Serving) -> contract.Serving:
+def asked(serving: Planned) -> contract.Serving:
     """What the engine's file is asked for; memory, types and prefixes are told to vLLM alone, as planned for it."""
     vllm = serving.engine == "vllm"
     return contract.Serving(
@@ -114,6 +114,6 @@ def asked(serving: Serving) -> contract.Serving:
     )
 
 
-def _cuts(serving: Serving) -> bool:
+def _cuts(serving: Planned) -> bool:
     """Whether the engine is told how many devices share a model; others share its layers out by themselves."""
     return serving.engine not in SHARES

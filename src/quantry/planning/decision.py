@@ -32,7 +32,7 @@ from quantry.planning.candidates import (
     planned_presets,
     share_on_device,
 )
-from quantry.planning.commands import Serving, commands
+from quantry.planning.commands import Planned, commands
 from quantry.planning.models import find_model, from_config, known_models, open_model
 from quantry.planning.rules import Facts, Quality, capability, engine_rows, find_use, judge, quality
 from quantry.planning.throughput import Prediction
@@ -465,10 +465,10 @@ def _speed_facts(candidate: Candidate, speed: Prediction) -> dict[str, Any]:
     }
 
 
-def _serving(request: Request, one: Candidate) -> Serving:
+def _serving(request: Request, one: Candidate) -> Planned:
     facts = request.facts
     turing = request.platform == "cuda" and (facts["capability"] or 80) < 80
-    return Serving(
+    return Planned(
         model=request.model,
         preset=one.recipe.preset,
         format=one.recipe.format,
