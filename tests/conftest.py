@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from safetensors.numpy import save_file
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores: threads of their own would only get in the way
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job; what tests start would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

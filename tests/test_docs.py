@@ -48,7 +48,10 @@ def started(words: list[str], folder: Path, port: str) -> Iterator[None]:
         yield
     finally:
         process.send_signal(signal.SIGINT)
-        said, _ = process.communicate(timeout=60)
+        try:
+            said, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
         assert process.returncode == 130, said
 
 
