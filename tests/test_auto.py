@@ -2,8 +2,6 @@
 
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -14,6 +12,7 @@ import pytest
 import torch
 
 import quantry
+from command import command
 from quantry import mixing, pipeline
 from quantry.anatomy import sixteen_bit
 from quantry.budget import Budget, Fit, Option, Solution, solve
@@ -290,8 +289,7 @@ REFUSED = {
 def test_bad_input_is_one_line_and_leaves_nothing(words: str, tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text('preset = "auto"\n')
     options = [str(tmp_path / "recipe.toml") if option == "RECIPE" else option for option in REFUSED[words]]
-    command = [sys.executable, "-m", "quantry", "quantize", "demo", "-o", str(tmp_path / "out"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = command("quantize", "demo", "-o", tmp_path / "out", *options)
     assert done.returncode == 2
     assert words in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

@@ -28,7 +28,7 @@ from quantry.job.files import alone
 from quantry.planning.decision import plan
 from quantry.talking import Server, ServerError
 
-QUICK: dict[str, Any] = {"windows": 1, "device": "cpu"}
+QUICK: dict[str, Any] = {"windows": 1, "device": "cpu", "port": 0}
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
@@ -304,8 +304,8 @@ def test_a_port_in_use_is_refused_first_and_the_usual_one_is_not_insisted_on(tmp
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(QuantryError, match=f"port {port} of 127.0.0.1 cannot be used.*use --port"):
-            run("demo", tmp_path / "out", port=port, **QUICK)
-        decided = decision.decided("demo", tmp_path / "out", Asked(**QUICK))
+            run("demo", tmp_path / "out", **{**QUICK, "port": port})
+        decided = decision.decided("demo", tmp_path / "out", Asked(**{**QUICK, "port": None}))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("quantry.engines.llama_cpp.PORT", port)
             assert answering.port_of(decided) not in (0, port)
@@ -370,7 +370,20 @@ def test_without_the_best_engine_the_best_that_is_here(tmp_path: Path, monkeypat
 
 
 def test_the_command_serves_until_ctrl_c(done: Run) -> None:
-    words = ["run", "demo", "-o", done.path, "--windows", "1", "--device", "cpu", "--ask", "Who is Lily?"]
+    words = [
+        "run",
+        "demo",
+        "-o",
+        done.path,
+        "--windows",
+        "1",
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+        "--ask",
+        "Who is Lily?",
+    ]
     with subprocess.Popen(
         [sys.executable, "-m", "quantry", *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
@@ -403,7 +416,7 @@ def test_the_command_serves_until_ctrl_c(done: Run) -> None:
 
 
 def test_json_is_all_that_is_printed(done: Run) -> None:
-    words = ["run", "demo", "-o", done.path, "--windows", "1", "--device", "cpu", "--no-serve", "--json"]
+    words = ["run", "demo", "-o", done.path, "--windows", "1", "--port", "0", "--device", "cpu", "--no-serve", "--json"]
     shown = CliRunner().invoke(app, words)
     found = json.loads(shown.stdout)
     assert (shown.exit_code, found["answer"], found["running"]) == (0, done.answer, False), shown.output

@@ -1,8 +1,6 @@
 """What layers are predicted to lose: against what they do lose, against the sizes that are written, and on tiny mixtures."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from command import command
 from quantry import walk
 from quantry.budget import solve
 from quantry.calibrate.cache import statistics
@@ -393,9 +392,7 @@ def test_the_command(demo: Sensitivity) -> None:
 
 
 def test_errors_of_the_command_are_one_line() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "quantry", "sensitivity", "demo", "--format", "awq"], capture_output=True, text=True
-    )
+    done = command("sensitivity", "demo", "--format", "awq")
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import quantry
+from command import command
 from quantry.artefact import QuantizedModel
 from quantry.checkpoint.reader import demo_folder
 from quantry.errors import QuantryError
@@ -219,14 +220,8 @@ def test_wrong_chat_template_is_named(w8: Path) -> None:
     assert set(failed(quantry.verify(w8, reference="demo", **SMALL))) == {"chat-template"}
 
 
-def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "quantry", *map(str, words)], capture_output=True, text=True, check=False
-    )
-
-
 def refused(*words: str | Path) -> str:
-    done = run(*words)
+    done = command(*words)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
@@ -361,14 +356,14 @@ def test_diff_is_the_divergence_of_the_reference(made: Make) -> None:
 
 def test_exit_codes_and_pictures(made: Make) -> None:
     small = ("--windows", "2", "--length", "64")
-    done = run("verify", made("gguf-q8_0"), "--reference", "demo", *small)
+    done = command("verify", made("gguf-q8_0"), "--reference", "demo", *small)
     assert done.returncode == 0, done.stderr
     assert "PASS" in done.stdout
     assert "in llama.cpp" in done.stdout
-    done = run("verify", made("w2a16"), "--reference", "demo", *small)
+    done = command("verify", made("w2a16"), "--reference", "demo", *small)
     assert done.returncode == 1
     assert "FAIL" in done.stdout
     assert "more bits" in done.stdout
-    done = run("diff", made("gguf-q8_0"), made("w2a16"), "--json", *small)
+    done = command("diff", made("gguf-q8_0"), made("w2a16"), "--json", *small)
     assert done.returncode == 0
     assert json.loads(done.stdout)["kl"] > 0.1

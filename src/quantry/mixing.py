@@ -136,12 +136,22 @@ class _Mixer:
     def fitting(self, fit: Fit, checkpoint: Checkpoint) -> tuple[Recipe, Solution]:
         """The best mixture that a device has room for."""
 
+        smallest, largest = limits(self._items)
+
         def make(budget: Budget) -> Recipe:
+            if budget.bytes >= largest:
+                raise self._roomy(budget.words)
             return self._recipe(solve(self._items, budget.bytes, at_most=True), budget.words)
 
-        first = make(Budget(sum(limits(self._items)) // 2, ""))
+        first = make(Budget((smallest + largest) // 2, ""))
         budget, made = settled(fit, checkpoint, ENGINES[self._found.format], first, make)
         return made, solve(self._items, budget.bytes, at_most=True)
+
+    def _roomy(self, words: str) -> RecipeError:
+        return RecipeError(
+            f"a budget of {words} has room for all of the model in 16 bit",
+            fix=f"use --preset {UNROUNDED[self._found.format]}",
+        )
 
     def uniform(self, name: str) -> Recipe:
         """All layers stored in one way, but those that cannot be: in 16 bit."""
@@ -162,9 +172,7 @@ class _Mixer:
                 weights[_preset(chosen.rule)] += layer.parameters
         form = self._found.format
         if not weights:
-            raise RecipeError(
-                f"a budget of {words} has room for all of the model in 16 bit", fix=f"use --preset {UNROUNDED[form]}"
-            )
+            raise self._roomy(words)
         (name, group), _ = weights.most_common(1)[0]
         return recipes.mixed(name, group, form, self._rounder, self._transform, rules, self._kv, words)
 

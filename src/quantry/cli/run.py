@@ -37,7 +37,8 @@ def command(
     ] = None,
     context: Annotated[int | None, typer.Option(help="Tokens a sequence may reach.")] = None,
     port: Annotated[
-        int | None, typer.Option(help="Port to serve on; the engine's usual one or a free one if left out.")
+        int | None,
+        typer.Option(help="Port to serve on; the engine's usual one if left out, or a free one; 0 for a free one."),
     ] = None,
     text: Annotated[Path | None, typer.Option(help="A text file to measure on; else the stories of the demo.")] = None,
     windows: Annotated[int, typer.Option(help="Pieces of the text to measure on.")] = 16,

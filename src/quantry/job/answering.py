@@ -46,8 +46,8 @@ def server_options(job: Job) -> Options:
 
 def port_of(job: Job) -> int:
     """The one that was asked for, the engine's usual one, or one that is free where that is taken."""
-    if job.asked.port:
-        return job.asked.port
+    if job.asked.port is not None:
+        return job.asked.port or free_port(HOST)
     usual = adapter(job.option.engine).PORT
     try:
         check_port(HOST, usual)

@@ -80,7 +80,7 @@ class Asked:
     engine: str | None = None
     engine_python: str | Path | None = None
     context: int | None = None
-    port: int | None = None
+    port: int | None = None  # 0 takes one that is free
     text: str | Path | None = None  # to measure on
     windows: int = 16
     question: str = QUESTION
