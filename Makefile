@@ -20,7 +20,7 @@ demo: $(READY)
 
 ## test: the whole test suite
 test: $(READY) browser
-	($(FIND_BROWSER)) >/dev/null || export QUANTRY_NO_BROWSER=1; $(BIN)/pytest -n auto
+	($(FIND_BROWSER)) >/dev/null || export QUANTRY_NO_BROWSER=1; $(BIN)/pytest -n auto --dist worksteal
 
 ## browser: what the tests of reports look at pages with; Debian's chromium, installed where there is none
 browser:
