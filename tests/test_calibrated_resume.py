@@ -45,7 +45,7 @@ def test_kill_9_at_random_moments(name: str, tmp_path: Path) -> None:
         child.start()
         return child
 
-    expected, killed = kill_and_resume(start, tmp_path, name, rounds=3, shares=(0.02, 0.9))
+    expected, killed = kill_and_resume(start, tmp_path, name, rounds=2, shares=(0.02, 0.9))
     words = "Distillation lowered" if name == "zeroquant" else "have fewer than 256 tokens"
     assert any(words in note for note in json.loads(expected["quantry.json"])["notes"])
-    assert killed >= 2
+    assert killed >= 1

@@ -230,7 +230,7 @@ KILLED = [
 
 @pytest.mark.parametrize(("preset", "form"), KILLED)
 def test_kill_9_at_random_moments(tmp_path: Path, preset: str, form: str) -> None:
-    """Five moments for each of four presets, when a random share of the bytes is on the disk; then the job is resumed."""
+    """Three moments for each of four presets, when a random share of the bytes is on the disk; then the job is resumed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["quantry.pipeline"])
 
@@ -239,9 +239,9 @@ def test_kill_9_at_random_moments(tmp_path: Path, preset: str, form: str) -> Non
         child.start()
         return child
 
-    expected, killed = kill_and_resume(start, tmp_path, preset, rounds=5, shares=(0, 0.98))
+    expected, killed = kill_and_resume(start, tmp_path, preset, rounds=3, shares=(0, 0.98))
     assert sum(name.endswith(".safetensors") for name in expected) > 3
-    assert killed >= 3
+    assert killed >= 2
 
 
 def test_resume_takes_over_finished_shards(llama: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -253,6 +254,7 @@ def bench(
     api_key: str | None = None,
     output: Path | None = None,
     guidellm_python: Path | None = None,
+    started: guide.Guide | None = None,
     timeout: float = TIMEOUT,
     seed: int = SEED,
     progress: Progress | None = None,
@@ -262,19 +264,20 @@ def bench(
     Levels are numbers of requests at once (`concurrency`, or "sweep" to double them as long as it helps), or requests
     that arrive in a second at random moments (`rate`, Poisson). A level ends after `requests` or `seconds`. Prompts are
     made up in the lengths asked for, `shared_prefix` tokens of each the same, or come from `dataset`, a file or hub id.
-    bench.json and bench.html go into the folder `output`.
+    bench.json and bench.html go into the folder `output`. `started` is a guidellm that runs already.
     """
     profiles = _profiles(concurrency, rate)
     limits = _limits(slo or {})
     load = _load(prompt_tokens, answer_tokens, requests, seconds, shared_prefix, dataset, chat, timeout, seed)
     _check_output(output)
-    python = Path(guide.find_python(guidellm_python))
+    python = None if started else Path(guide.find_python(guidellm_python))
     server = endpoint.find(url, model, api_key)
     with TemporaryDirectory(prefix="quantry-tokenizer-") as spare:
         counted = _tokenizer(server, tokenizer, load, Path(spare))
         server.ask(chat=chat, patience=timeout)
         local = counted is None or Path(counted).is_dir()
-        with guide.started(python, offline=local and load.data()["kind"] != "huggingface") as running:
+        offline = local and load.data()["kind"] != "huggingface"
+        with nullcontext(started) if started else guide.started(python, offline=offline) as running:
             levels = tuple(_levels(running, server, load, counted, profiles, progress))
             version = running.version
     _check_answered(server, levels)

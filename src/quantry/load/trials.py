@@ -10,6 +10,7 @@ from quantry.errors import OutputError, QuantryError
 from quantry.load import choice
 from quantry.load.bench import bench
 from quantry.load.choice import DEFAULT, Choice, Proof, Trial
+from quantry.load.guide import Guide
 from quantry.load.switches import Change, serve_words
 from quantry.serving import serve
 
@@ -26,6 +27,7 @@ class Job:
     options: Mapping[str, Any]  # of the default's server
     load: Mapping[str, Any]  # of bench
     logs: Path | None
+    guide: Guide | None = None  # that all trials share; None starts one for each
 
     def trial(self, name: str, made: Sequence[Change]) -> Trial:
         """Serves with some changes, loads the server, and gives the figures; what cannot be served is an error."""
@@ -35,7 +37,7 @@ class Job:
             options |= change.options
         log = self.logs / f"{name.replace(' ', '-').replace('/', '-')}.log" if self.logs else None
         with serve(model, log=log, port=0, **options) as running:
-            found = bench(running.url, **self.load)
+            found = bench(running.url, started=self.guide, **self.load)
             if running.exit_code is not None:
                 raise running.death()
             told = running.facts()

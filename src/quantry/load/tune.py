@@ -105,11 +105,12 @@ def tune(
     load = {
         "prompt_tokens": lengths[0], "answer_tokens": lengths[1], "concurrency": (concurrency,),
         "requests": requests or EACH * concurrency, "shared_prefix": shared_prefix, "dataset": dataset,
-        "tokenizer": tokenizer, "chat": chat, "slo": dict(slo or {}), "guidellm_python": Path(python),
+        "tokenizer": tokenizer, "chat": chat, "slo": dict(slo or {}),
     }  # fmt: skip
     logs = _folder(output)
-    job = Job(str(artefact), {**serving, "context": context}, load, logs)
-    runs, found = measured(job, asked, progress)
+    with guide.started(Path(python), offline=_is_here(dataset) and _is_here(tokenizer)) as guidellm:
+        job = Job(str(artefact), {**serving, "context": context}, load, logs, guidellm)
+        runs, found = measured(job, asked, progress)
     result = _tuned(job, prepared, runs, found, _about_prompts(dataset, shared_prefix, lengths[0], runs[0]))
     return _written(result, output) if output else result
 
@@ -130,6 +131,11 @@ def _check(
         raise QuantryError(f"tune starts servers for itself, and {taken[0]} is asked for", fix=f"leave {taken[0]} out")
     if output is not None and output.exists() and not output.is_dir():
         raise OutputError(f"{output} is a file", fix="give a folder")
+
+
+def _is_here(named: str | Path | None) -> bool:
+    """Whether nothing needs to be downloaded for it."""
+    return named is None or Path(named).expanduser().exists()
 
 
 def _check_room(prompt: Lengths, answer: Lengths, shared_prefix: int, prepared: Prepared, concurrency: int) -> None:
@@ -181,7 +187,7 @@ def _tuned(job: Job, prepared: Prepared, runs: Sequence[Trial], found: choice.Ch
         load={
             name: str(value) if isinstance(value, Lengths | Path) else value
             for name, value in job.load.items()
-            if name not in ("slo", "guidellm_python")
+            if name != "slo"
         },
         slo=job.load["slo"],
         proof=ours,
