@@ -296,6 +296,12 @@ def test_bad_input_is_one_line_and_leaves_nothing(words: str, tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["recipe.toml"]
 
 
+def test_room_for_all_in_16_bit_is_said_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixing, "sensitivity", lambda *_, **__: pytest.fail("measured"))
+    with pytest.raises(RecipeError, match="room for all of the model in 16 bit"):
+        quantry.quantize("demo", "never", preset="auto", budget="fits RTX 3060 12GB at 512")
+
+
 def test_a_budget_between_two_sizes_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixing, "sensitivity", lambda *_, **__: pytest.fail("measured"))
     with pytest.raises(RecipeError, match="ask for a size between them"):

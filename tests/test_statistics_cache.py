@@ -1,15 +1,19 @@
 """The store of statistics: the same numbers from it as from a walk, no walk when all is there, nothing half-written."""
 
+import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 from torch import Tensor
 
+from conftest import LLAMA
 from quantry.calibrate.cache import Statistics, Store, default_store, statistics
 from quantry.calibrate.data import Data
 from quantry.calibrate.statistics import Observed, collect
@@ -288,3 +292,19 @@ def test_the_place_of_the_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 def test_nothing_is_run_before_a_block_is_asked_for(folder: Path) -> None:
     assert isinstance(statistics(Closed(folder), data()), Statistics)
+
+
+def test_a_byte_in_the_middle_of_a_tensor_makes_another_model(tmp_path: Path) -> None:
+    """Of a large tensor samples are read, all over it."""
+    weight = np.zeros((64, 1024), np.float32)  # 64 samples of 4 KiB would be all of it
+    names = []
+    for place in (None, 0, weight.size // 2, weight.size // 8 * 7):
+        changed = weight.copy()
+        if place is not None:
+            changed.reshape(-1)[place] = 1
+        folder = tmp_path / str(place)
+        folder.mkdir()
+        save_file({"model.embed_tokens.weight": changed}, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(LLAMA))
+        names.append(identity(open_checkpoint(folder)))
+    assert len(set(names)) == 4
