@@ -3,7 +3,7 @@
 The progress bar is on standard error, so that standard output stays for results.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,11 @@ import typer
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from rich.console import RenderableType
+
     from quantry.types import Artefact
+
+WIDE = 140  # characters of a table that goes into a file
 
 Progress = Callable[[int, int, str], None]
 
@@ -88,3 +92,14 @@ def finish(artefact: "Artefact", dry_run: bool, json: bool, page: "Path | None" 
     elif not dry_run:
         for line in (*artefact.notes, f"wrote {artefact.path}", *([f"report: {page}"] if page else [])):
             typer.echo(line)
+
+
+def show(items: "Iterable[RenderableType]") -> None:
+    """Prints what is drawn; a table that goes into a file is not cut to the width of a terminal."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=max(WIDE, console.width))
+    for item in items:
+        console.print(item)

@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from quantry.cli._flags import AnswerTokens, Chat, Dataset, GuidellmPython, Json, PromptTokens, Tokenizer
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from quantry.load.bench import Bench, Level, Spread
 
-WIDE = 120  # characters of a table that goes into a file
 KEY = "QUANTRY_API_KEY"
 
 
@@ -24,10 +25,8 @@ def command(
     rate: Annotated[
         str | None, typer.Option(help="Instead: requests that arrive in a second at random moments (Poisson), 0.5,2.")
     ] = None,
-    prompt_tokens: Annotated[
-        str, typer.Option(help="Tokens of a prompt: 256, or a distribution as 256,stdev=64,min=16,max=512.")
-    ] = "256",
-    answer_tokens: Annotated[str, typer.Option(help="Tokens of an answer, in the same way.")] = "128",
+    prompt_tokens: PromptTokens = "256",
+    answer_tokens: AnswerTokens = "128",
     requests: Annotated[int | None, typer.Option(help="Requests of a level.")] = None,
     seconds: Annotated[float | None, typer.Option(help="Seconds of a level; 30 where no requests are given.")] = None,
     slo: Annotated[
@@ -35,26 +34,20 @@ def command(
         typer.Option(help="A limit: ttft_p95=500ms, tpot_p95=50ms, latency_p99=5s, error_rate=1% ... [repeatable]"),
     ] = None,
     shared_prefix: Annotated[int, typer.Option(help="Tokens that all prompts of a level begin with.")] = 0,
-    dataset: Annotated[
-        str | None, typer.Option(help="Prompts from a file (JSON lines, CSV, parquet, text) or a hub id.")
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="A folder, .gguf file or hub id to count with; else as the server tells.")
-    ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask for chats rather than completions.")] = False,
+    dataset: Dataset = None,
+    tokenizer: Tokenizer = None,
+    chat: Chat = False,
     api_key: Annotated[
         str | None, typer.Option(envvar=KEY, help="Key of the server; better in the environment.")
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder for bench.json and bench.html.")] = None,
-    guidellm_python: Annotated[
-        Path | None, typer.Option(help="The python of the environment that guidellm is installed in.")
-    ] = None,
+    guidellm_python: GuidellmPython = None,
     timeout: Annotated[float, typer.Option(help="Seconds that one request may take.")] = 600.0,
     seed: Annotated[int, typer.Option(help="Of the prompts that are made up.")] = 42,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    json: Json = False,
 ) -> None:
     """Measure a server under load; exit code 1 if it does not keep a limit given with --slo."""
-    from quantry.cli._job import steps
+    from quantry.cli._job import show, steps
     from quantry.load.bench import bench, limit
 
     with steps(quiet=json) as progress:
@@ -70,13 +63,7 @@ def command(
 
         typer.echo(dumps(found.to_dict(), indent=2))
     else:
-        from rich.console import Console
-
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console = Console(highlight=False, width=max(WIDE, console.width))
-        for item in picture(found):
-            console.print(item)
+        show(picture(found))
     if found.verdict == "fail":
         raise typer.Exit(1)
 

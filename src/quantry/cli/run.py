@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quantry.cli._flags import Context, EnginePython, Json
+
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
@@ -32,10 +34,8 @@ def command(
         str | None, typer.Option("--gpu", help='Plan for another machine: "2x RTX 3090", "M2 16GB", "cpu".')
     ] = None,
     engine: Annotated[str | None, typer.Option(help="The engine that shall serve it; the best if left out.")] = None,
-    engine_python: Annotated[
-        Path | None, typer.Option(help="The python of the environment that the engine is installed in.")
-    ] = None,
-    context: Annotated[int | None, typer.Option(help="Tokens a sequence may reach.")] = None,
+    engine_python: EnginePython = None,
+    context: Context = None,
     port: Annotated[
         int | None,
         typer.Option(help="Port to serve on; the engine's usual one if left out, or a free one; 0 for a free one."),
@@ -48,7 +48,7 @@ def command(
         bool, typer.Option("--serve/--no-serve", help="Go on serving after the first answer, or end there.")
     ] = True,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before the work begins.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    json: Json = False,
 ) -> None:
     """Plan, quantize, verify and serve a model, and get a first answer; started again it goes on where it was.
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quantry.cli._flags import CacheGib, Context, EngineBin, EnginePython, Extra, Image, Json, Threads, Utilization
+
 if TYPE_CHECKING:
     from quantry.serving import Prepared
     from quantry.serving.process import Running
@@ -16,9 +18,7 @@ KEY = "QUANTRY_API_KEY"
 
 def command(
     model: Annotated[str, typer.Argument(help="A folder, a .gguf file, a hub id (owner/name) or demo.")],
-    extra: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- ENGINE FLAGS]", help="Words for the engine itself, after `--`.")
-    ] = None,
+    extra: Extra = None,
     engine: Annotated[
         str | None, typer.Option(help="llama.cpp, vllm, transformers, ...; the one that suits the model if left out.")
     ] = None,
@@ -32,7 +32,7 @@ def command(
         str | None, typer.Option(envvar=KEY, help="Key that requests must bring; better in the environment.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the model in requests.")] = None,
-    context: Annotated[int | None, typer.Option(help="Tokens a sequence may reach.")] = None,
+    context: Context = None,
     parallel: Annotated[int | None, typer.Option(help="Sequences at the same time.")] = None,
     kv: Annotated[
         str | None, typer.Option(help="Type of the KV cache: q8_0, q4_0 (llama.cpp), fp8 (vllm), ...")
@@ -49,16 +49,14 @@ def command(
         bool | None, typer.Option("--chunked-prefill/--no-chunked-prefill", help="Read long prompts in pieces.")
     ] = None,
     batch_tokens: Annotated[int | None, typer.Option(help="Tokens of one step.")] = None,
-    threads: Annotated[
-        int | None, typer.Option(help="Threads on the processor; its free physical cores if left out.")
-    ] = None,
+    threads: Threads = None,
     offload_layers: Annotated[int | None, typer.Option(help="Layers on the GPU; all if left out (llama.cpp).")] = None,
     tensor_parallel: Annotated[int, typer.Option(help="Devices that share every layer.")] = 1,
     pipeline_parallel: Annotated[int, typer.Option(help="Groups of devices, each with a part of the layers.")] = 1,
     nodes: Annotated[int, typer.Option(help="Machines, joined by Ray (vllm).")] = 1,
     head: Annotated[str | None, typer.Option(help="Address of the first machine, where there are several.")] = None,
-    utilization: Annotated[float | None, typer.Option(help="Share of a device's memory that may be filled.")] = None,
-    cache_gib: Annotated[int | None, typer.Option(help="GiB of the KV cache (vllm on a processor).")] = None,
+    utilization: Utilization = None,
+    cache_gib: CacheGib = None,
     dtype: Annotated[str | None, typer.Option(help="Type to compute in; the model's own if left out.")] = None,
     quantization: Annotated[
         str | None,
@@ -68,16 +66,12 @@ def command(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Let the checkpoint's own Python code run.")
     ] = False,
-    engine_python: Annotated[
-        Path | None, typer.Option(help="The python of the environment that the engine is installed in.")
-    ] = None,
-    engine_bin: Annotated[
-        Path | None, typer.Option(help="The engine's program, such as a llama-server of yours.")
-    ] = None,
+    engine_python: EnginePython = None,
+    engine_bin: EngineBin = None,
     engine_version: Annotated[
         str | None, typer.Option(help="Version to write flags for; else the installed one.")
     ] = None,
-    image: Annotated[str | None, typer.Option(help="Run the engine from this container image.")] = None,
+    image: Image = None,
     log: Annotated[Path | None, typer.Option(help="File for the engine's log.")] = None,
     patience: Annotated[float, typer.Option(help="Seconds until it must answer.")] = 1800.0,
     quiet: Annotated[bool, typer.Option("--quiet", help="Do not show the engine's log.")] = False,
@@ -85,7 +79,7 @@ def command(
         bool, typer.Option("--explain", help="Say why each flag is given, and what is outdated.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and start nothing.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    json: Json = False,
 ) -> None:
     """Start the engine that suits a model, with the right flags for its version; Ctrl-C stops it."""
     from quantry.serving import Options, prepare

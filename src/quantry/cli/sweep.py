@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
     from quantry.sweeping import Outcome, Sweep
 
-WIDE = 120  # characters of a table that goes into a file
-
 
 def command(
     model: Annotated[str, typer.Argument(help="A folder, a hub id (owner/name) or the word demo.")],
@@ -47,7 +45,7 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Quantize a model in many ways, measure each and compare them; exit code 1 if one cannot be made or measured."""
-    from quantry.cli._job import steps
+    from quantry.cli._job import show, steps
     from quantry.sweeping import sweep
 
     with steps(quiet=json) as progress:
@@ -76,13 +74,7 @@ def command(
 
         typer.echo(dumps(done.to_dict(), indent=2))
     else:
-        from rich.console import Console
-
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console = Console(highlight=False, width=max(WIDE, console.width))
-        for item in picture(done):
-            console.print(item)
+        show(picture(done))
     if not done.complete:
         raise typer.Exit(1)
 

@@ -5,39 +5,47 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quantry.cli._flags import (
+    AnswerTokens,
+    CacheGib,
+    Chat,
+    Context,
+    Dataset,
+    EngineBin,
+    EnginePython,
+    Extra,
+    GuidellmPython,
+    Image,
+    Json,
+    PromptTokens,
+    Threads,
+    Tokenizer,
+    Utilization,
+)
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from quantry.load.choice import Trial
     from quantry.load.tune import Tuned
 
-WIDE = 140  # characters of a table that goes into a file
-
 
 def command(
     artefact: Annotated[str, typer.Argument(help="A folder, a .gguf file, a hub id (owner/name) or demo.")],
-    extra: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- ENGINE FLAGS]", help="Words for the engine itself, after `--`.")
-    ] = None,
+    extra: Extra = None,
     engine: Annotated[
         str | None, typer.Option(help="llama.cpp, vllm, ...; the one that suits the artefact if left out.")
     ] = None,
-    prompt_tokens: Annotated[
-        str, typer.Option(help="Tokens of a prompt: 256, or a distribution as 256,stdev=64,min=16,max=512.")
-    ] = "256",
-    answer_tokens: Annotated[str, typer.Option(help="Tokens of an answer, in the same way.")] = "128",
+    prompt_tokens: PromptTokens = "256",
+    answer_tokens: AnswerTokens = "128",
     concurrency: Annotated[int, typer.Option(help="Requests at once.")] = 4,
     shared_prefix: Annotated[int, typer.Option(help="Tokens that all prompts begin with, beside their own.")] = 0,
     requests: Annotated[
         int | None, typer.Option(help="Requests of each measurement; 8 for each at once if left out.")
     ] = None,
-    dataset: Annotated[
-        str | None, typer.Option(help="Prompts from a file (JSON lines, CSV, parquet, text) or a hub id.")
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="A folder, .gguf file or hub id to count with; else as the server tells.")
-    ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask for chats rather than completions.")] = False,
+    dataset: Dataset = None,
+    tokenizer: Tokenizer = None,
+    chat: Chat = False,
     slo: Annotated[
         list[str] | None, typer.Option(help="A limit to keep: ttft_p95=500ms, tpot_p95=50ms ... [repeatable]")
     ] = None,
@@ -54,31 +62,23 @@ def command(
     others: Annotated[
         list[str] | None, typer.Option(help="Another artefact of the same model to try in its place. [repeatable]")
     ] = None,
-    context: Annotated[int | None, typer.Option(help="Tokens a sequence may reach.")] = None,
+    context: Context = None,
     parallel: Annotated[int | None, typer.Option(help="Sequences at the same time, to begin with.")] = None,
-    threads: Annotated[
-        int | None, typer.Option(help="Threads on the processor; its free physical cores if left out.")
-    ] = None,
+    threads: Threads = None,
     tensor_parallel: Annotated[int | None, typer.Option(help="Devices that share every layer.")] = None,
-    utilization: Annotated[float | None, typer.Option(help="Share of a device's memory that may be filled.")] = None,
-    cache_gib: Annotated[int | None, typer.Option(help="GiB of the KV cache (vllm on a processor).")] = None,
-    engine_python: Annotated[
-        Path | None, typer.Option(help="The python of the environment that the engine is installed in.")
-    ] = None,
-    engine_bin: Annotated[
-        Path | None, typer.Option(help="The engine's program, such as a llama-server of yours.")
-    ] = None,
-    image: Annotated[str | None, typer.Option(help="Run the engine from this container image.")] = None,
-    guidellm_python: Annotated[
-        Path | None, typer.Option(help="The python of the environment that guidellm is installed in.")
-    ] = None,
+    utilization: Utilization = None,
+    cache_gib: CacheGib = None,
+    engine_python: EnginePython = None,
+    engine_bin: EngineBin = None,
+    image: Image = None,
+    guidellm_python: GuidellmPython = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Folder for tune.json and the engines' logs.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    json: Json = False,
 ) -> None:
     """Measure what an engine's switches do for a load; exit code 1 if no setting keeps a limit given with --slo."""
-    from quantry.cli._job import steps
+    from quantry.cli._job import show, steps
     from quantry.load.bench import limit
     from quantry.load.tune import tune
     from quantry.serving.process import ended_by_signals
@@ -99,13 +99,7 @@ def command(
 
         typer.echo(dumps(found.to_dict(), indent=2))
     else:
-        from rich.console import Console
-
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console = Console(highlight=False, width=max(WIDE, console.width))
-        for item in picture(found):
-            console.print(item)
+        show(picture(found))
         if found.command:
             from shlex import join
 
