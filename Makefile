@@ -30,7 +30,7 @@ browser:
 
 ## test-engines: real engines, each in its own environment, load and score what Quantry writes
 test-engines: $(READY)
-	$(BIN)/pytest -m engines tests/engines -s
+	$(BIN)/pytest -m engines tests/real_engines -s
 
 ## check: formatting, lint, types, import contract
 check: $(READY)

@@ -44,20 +44,20 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import quantry  # noqa: E402
-from quantry import harm  # noqa: E402
-from quantry.anatomy import sixteen_bit  # noqa: E402
-from quantry.checkpoint.reader import local_folder, open_checkpoint  # noqa: E402
-from quantry.checkpoint.weights import PlainWeights  # noqa: E402
+from quantry.blockwise.walk import Block, Place, Source, Walk, run  # noqa: E402
 from quantry.errors import QuantryError  # noqa: E402
-from quantry.inputs import tensor_of  # noqa: E402
+from quantry.jobs.auto import sensitivity as harm  # noqa: E402
+from quantry.jobs.auto.choices import FORMATS, Part, Planned, Way  # noqa: E402
+from quantry.models.anatomy import sixteen_bit  # noqa: E402
+from quantry.models.reader import local_folder, open_checkpoint  # noqa: E402
+from quantry.models.tokenizer import load_tokenizer  # noqa: E402
+from quantry.models.weights import PlainWeights  # noqa: E402
 from quantry.proof.divergence import full_kl  # noqa: E402
 from quantry.proof.text import default_text, read_text  # noqa: E402
 from quantry.proof.text import windows as cut  # noqa: E402
-from quantry.recipe import preset  # noqa: E402
-from quantry.tokenizing import load_tokenizer  # noqa: E402
+from quantry.quantizing.calibration.per_block import tensor_of  # noqa: E402
+from quantry.quantizing.recipe import preset  # noqa: E402
 from quantry.types import Activation  # noqa: E402
-from quantry.walk import Block, Place, Source, Walk, run  # noqa: E402
-from quantry.ways import FORMATS, Part, Planned, Way  # noqa: E402
 
 if TYPE_CHECKING:  # it needs the packages of llama.cpp's peers, which a machine for the rank may lack
     from calibrated_quality import Bench, Row

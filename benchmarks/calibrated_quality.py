@@ -44,13 +44,12 @@ import torch  # noqa: E402
 import quantry  # noqa: E402
 from gguf_peers import _version as llamacpp_version  # noqa: E402
 from measure import _family  # noqa: E402
-from quantry.anatomy import dissect  # noqa: E402
-from quantry.arch.parts import block_of  # noqa: E402
-from quantry.calibrate.data import Data, load  # noqa: E402
-from quantry.checkpoint import open_checkpoint  # noqa: E402
-from quantry.checkpoint.reader import local_folder  # noqa: E402
 from quantry.errors import QuantryError  # noqa: E402
-from quantry.tokenizing import load_tokenizer  # noqa: E402
+from quantry.models.anatomy import dissect  # noqa: E402
+from quantry.models.parts import block_of  # noqa: E402
+from quantry.models.reader import local_folder, open_checkpoint  # noqa: E402
+from quantry.models.tokenizer import load_tokenizer  # noqa: E402
+from quantry.quantizing.calibration.text import Data, load  # noqa: E402
 from verify_presets import FIGURES  # noqa: E402
 
 OURS, LLMC, GPTQMODEL, LLAMACPP = "quantry", "llmcompressor", "gptqmodel", "llamacpp"

@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -78,7 +79,7 @@ def main() -> None:
             sys.setprofile(None)
     rooms = [file.partition(os.sep)[0] for file in trace.files]
     print("\n".join(f"{number:3d} {call}" for number, call in enumerate(trace.stack)))
-    changes = sum(one != other for one, other in zip(rooms, rooms[1:], strict=False))
+    changes = sum(one != other for one, other in pairwise(rooms))
     found = {
         "preset": asked.preset,
         "calls to the codes": [min(trace.depths), max(trace.depths)],

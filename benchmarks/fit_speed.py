@@ -1,4 +1,4 @@
-"""Fits the factors of the speed model (src/quantry/planning/factors.toml) to the measurements of measurements.toml.
+"""Fits the factors of the speed model (planning/speed/factors.toml) to the measurements of measurements.toml.
 
     python benchmarks/fit_speed.py [ROW ...]
 
@@ -23,15 +23,15 @@ from numpy.typing import NDArray
 
 from quantry.devices import Device
 from quantry.devices.catalogue import catalogue
+from quantry.planning.memory.terms import CacheType
 from quantry.planning.models import from_config, open_model
-from quantry.planning.terms import CacheType
-from quantry.planning.throughput import Factors, Place, prompt_seconds, read_factors, step_seconds
-from quantry.planning.work import Work, work_of
-from quantry.recipe import from_options
+from quantry.planning.speed.throughput import Factors, Place, prompt_seconds, read_factors, step_seconds
+from quantry.planning.speed.work import Work, work_of
+from quantry.quantizing.recipe import from_options
 from quantry.types import Checkpoint
 
 HERE = Path(__file__).parent
-FACTORS = HERE.parent / "src/quantry/planning/factors.toml"
+FACTORS = HERE.parent / "src/quantry/planning/speed/factors.toml"
 TARGET = 100.0
 SIXTEEN = CacheType("16-bit", 16)
 

@@ -25,7 +25,7 @@ import torch  # noqa: E402
 
 import quantry  # noqa: E402
 from measure import keep  # noqa: E402
-from quantry.checkpoint.reader import demo_folder  # noqa: E402
+from quantry.models.reader import demo_folder  # noqa: E402
 from shapes import SHAPES, write  # noqa: E402
 
 JOBS: dict[str, dict[str, Any]] = {

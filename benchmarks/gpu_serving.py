@@ -32,7 +32,7 @@ sys.path[:0] = [str(Path(__file__).parent)]
 import quantry  # noqa: E402
 from measure import keep  # noqa: E402
 from quantry.errors import QuantryError  # noqa: E402
-from quantry.proof import measuring  # noqa: E402
+from quantry.proof import measure as measuring  # noqa: E402
 from quantry.proof.reference import Reference, reference  # noqa: E402
 from quantry.proof.sources import open_source, tokenizer  # noqa: E402
 from quantry.proof.text import read_text, windows  # noqa: E402

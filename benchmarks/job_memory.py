@@ -1,4 +1,4 @@
-"""What the quantization job holds at its peak, by preset and size of the largest layer (see planning/terms.toml).
+"""What the quantization job holds at its peak, by preset and size of the largest layer (memory/terms.toml).
 
 python benchmarks/job_memory.py WORK_FOLDER        # needs about 5 GB of disk
 """

@@ -20,17 +20,17 @@ from gguf import GGUFWriter  # noqa: E402
 import quantry  # noqa: E402
 from llamacpp_buffers import ask  # noqa: E402
 from measure import keep  # noqa: E402
-from quantry import gguf_file  # noqa: E402
-from quantry.arch.attention import text_config  # noqa: E402
-from quantry.checkpoint import open_checkpoint  # noqa: E402
-from quantry.checkpoint.writer import nbytes  # noqa: E402
 from quantry.devices.catalogue import parse  # noqa: E402
 from quantry.llamacpp import metadata, mixture  # noqa: E402
-from quantry.llamacpp.targets import family  # noqa: E402
-from quantry.pieces import Assemble  # noqa: E402
-from quantry.planning.memory import Settings, footprint  # noqa: E402
+from quantry.llamacpp.tensor_map import family  # noqa: E402
+from quantry.models.attention import text_config  # noqa: E402
+from quantry.models.reader import open_checkpoint  # noqa: E402
+from quantry.models.writer import nbytes  # noqa: E402
+from quantry.planning.memory.footprint import Settings, footprint  # noqa: E402
 from quantry.planning.models import from_config, open_model  # noqa: E402
-from quantry.recipe import Recipe, presets  # noqa: E402
+from quantry.quantizing.containers import gguf_file  # noqa: E402
+from quantry.quantizing.recipe import Recipe, presets  # noqa: E402
+from quantry.quantizing.tensor_plan import Assemble  # noqa: E402
 from quantry.types import Checkpoint, Workload  # noqa: E402
 
 MIB = 1 << 20

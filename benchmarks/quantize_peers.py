@@ -24,7 +24,7 @@ model_free_ptq(model_stub=sys.argv[1], save_directory=sys.argv[2], scheme=sys.ar
                ignore=["lm_head", "re:.*embed.*"], max_workers=2, device="cpu")
 """
 ABSMAX = """
-import sys, dataclasses, quantry.recipe as recipe
+import sys, dataclasses, quantry.quantizing.recipe as recipe
 rows = recipe._presets()
 rows["w4a16"] = dataclasses.replace(rows["w4a16"], fit="absmax")
 import quantry

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,15 @@ preset = "gguf-q4_k_m"
 match = "blk.*.ffn_down.weight"
 type = "Q6_K"
 """
+CONVERSIONS = {
+    "demo w4a16 compressed-tensors": "gptq",
+    "demo w4a16-awq awq": "compressed-tensors",
+    "demo nf4 bitsandbytes": "bf16",
+    "demo w4a16-gptq gptq": "compressed-tensors",
+    "demo gguf-q4_k_m gguf": "bf16",
+    "experts q4_k_m": "fp16",
+    "demo fp8-static compressed-tensors": "bf16",
+}
 Job = Callable[[Path], Any]
 
 
@@ -56,7 +66,8 @@ def main() -> None:
     differing = sorted(name for name in found if before and found[name] != before.get(name))
     lost = sorted(name for name in before if asked.only in name and name not in found)
     for name in [*differing, *lost]:
-        print(f"{'differs' if name in differing else 'is missing'}: {name} {_difference(before.get(name), found.get(name))}")
+        what = "differs" if name in differing else "is missing"
+        print(f"{what}: {name} {_difference(before.get(name), found.get(name))}")
     print(json.dumps({"compared": len(found), "differing": len(differing), "missing": len(lost)}))
     sys.exit(bool(differing or lost))
 
@@ -91,17 +102,19 @@ def jobs(folder: Path) -> Iterator[tuple[str, Job]]:
     yield from _special_jobs(folder, made)
     for name, architecture in MODELS.items():
         source = folder / f"source_{name}"
-        yield f"source {name}", lambda out, kind=architecture: _model(out, kind)  # type: ignore[misc]
+        yield f"source {name}", partial(_model, architecture)
         yield from _model_jobs(name, source, made)
-    for source_name, to in {
-        "demo w4a16 compressed-tensors": "gptq", "demo w4a16-awq awq": "compressed-tensors", "demo nf4 bitsandbytes": "bf16",
-        "demo w4a16-gptq gptq": "compressed-tensors", "demo gguf-q4_k_m gguf": "bf16", "experts q4_k_m": "fp16",
-        "demo fp8-static compressed-tensors": "bf16",
-    }.items():  # fmt: skip
+    for source_name, to in CONVERSIONS.items():
         source = folder / source_name.replace(" ", "_")
-        yield f"convert {source_name} to {to}", lambda out, source=source, to=to: quantry.convert(source, out, to=to)  # type: ignore[misc]
+        yield f"convert {source_name} to {to}", partial(_convert, source, to=to)
     source = folder / "demo_w8a16_compressed-tensors"
-    yield "convert, rounded again", lambda out: quantry.convert(source, out, to="gptq", requantize="w4a16")
+    yield "convert, rounded again", partial(_convert, source, to="gptq", requantize="w4a16")
+
+
+def _convert(source: Path, out: Path, **options: Any) -> None:
+    import quantry
+
+    quantry.convert(source, out, **options)
 
 
 def _special_jobs(folder: Path, made: Callable[..., Job]) -> Iterator[tuple[str, Job]]:
@@ -129,7 +142,7 @@ def _special_jobs(folder: Path, made: Callable[..., Job]) -> Iterator[tuple[str,
         "percentile": {"preset": "fp8-static", "input_scales": "percentile", **FEW},
         "auto gguf": {"preset": "auto", "budget": "4.5bpw", **FEW},
         "auto gguf bytes": {"preset": "auto", "budget": "3.4MB", **FEW},
-        "auto folder": {"preset": "auto", "budget": "5bpw", "format": "compressed-tensors", **FEW},
+        "auto folder": {"preset": "auto", "budget": "8bpw", "format": "compressed-tensors", **FEW},
         "w8a8 gptq": {"preset": "w8a8", "rounder": "gptq", **FEW},
         "gptq on mxfp4": {"preset": "mxfp4", "rounder": "gptq", **FEW},
         "gptq on nvfp4": {"preset": "nvfp4", "rounder": "gptq", **FEW},
@@ -152,8 +165,8 @@ def _model_jobs(name: str, source: Path, made: Callable[..., Job]) -> Iterator[t
         "q4_k_m awq gptq": {"preset": "gguf-q4_k_m", "rounder": "gptq", "transform": "awq", **few},
         "q4_k_m importance": {"preset": "gguf-q4_k_m", "imatrix": "auto", **few},
         "sequential q4_k_m": {"preset": "gguf-q4_k_m", "rounder": "gptq", "sequential": True, **few},
-        "auto": {"preset": "auto", "budget": "6bpw", **few},
-        "auto folder": {"preset": "auto", "budget": "6bpw", "format": "compressed-tensors", **few},
+        "auto": {"preset": "auto", "budget": "9bpw", **few},
+        "auto folder": {"preset": "auto", "budget": "13bpw", "format": "compressed-tensors", **few},
     }
     for kind, options in rows.items():
         yield f"{name} {kind}", made(source, **options)
@@ -163,7 +176,7 @@ def _text(preset: Any) -> Mapping[str, int]:
     return FEW if preset.calibrated else {}
 
 
-def _model(folder: Path, architecture: str) -> None:
+def _model(architecture: str, folder: Path) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from tiny_models import write_model
 
@@ -184,8 +197,8 @@ def plans(before: Mapping[str, Any], only: str) -> dict[str, dict[str, Any]]:
 
 
 def _requests() -> dict[str, dict[str, Any]]:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    from goldens.make_plan import SHOWN
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "planning"))
+    from make_plan import SHOWN
     from quantry.planning.matrices import cases
 
     shown = {f"plan {name}": ask for name, ask in SHOWN.items()}

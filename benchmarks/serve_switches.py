@@ -32,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import measure
 import quantry
-from quantry.load.metrics import Watch
+from quantry.jobs.load.metrics import Watch
 from quantry.serving import embedded, serve
-from quantry.talking import Answer, Server
+from quantry.serving.client import Answer, Server
 
 CONTEXT = 2048
 HEAD, SHORT, LONG = 1000, 32, 128  # tokens of the common head; of answers to its questions; of other answers

@@ -12,8 +12,8 @@ from zlib import crc32
 
 import numpy as np
 
-from quantry.checkpoint.reader import demo_folder
-from quantry.checkpoint.writer import ShardWriter, nbytes, safetensors_header
+from quantry.models.reader import demo_folder
+from quantry.models.writer import ShardWriter, nbytes, safetensors_header
 
 SHAPES = {  # hidden, MLP, layers, query heads, KV heads, vocabulary
     "1b": (2048, 8192, 16, 32, 8, 32000),

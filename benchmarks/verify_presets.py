@@ -22,7 +22,7 @@ sys.path[:0] = [str(HERE)]
 import quantry  # noqa: E402
 from measure import keep  # noqa: E402
 from quantry.errors import QuantryError  # noqa: E402
-from quantry.recipe import Preset, presets  # noqa: E402
+from quantry.quantizing.recipe import Preset, presets  # noqa: E402
 
 VLLM = {"w4a16", "w4a16-asym", "w8a8", "fp8-dynamic", "fp8-tensor", "bf16"}  # that its CPU build has kernels for
 LLAMA = {"gguf-q8_0", "gguf-q6_k", "gguf-q5_k_m", "gguf-q4_k_m", "gguf-q4_0", "gguf-q3_k_m", "gguf-q2_k", "gguf-iq4_xs"}

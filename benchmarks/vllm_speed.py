@@ -21,10 +21,10 @@ sys.path.insert(0, str(HERE))
 
 from measure import keep  # noqa: E402
 from quantry import registry  # noqa: E402
-from quantry.arch.attention import block_count  # noqa: E402
-from quantry.pieces import divide  # noqa: E402
+from quantry.models.attention import block_count  # noqa: E402
 from quantry.planning.models import from_config, known_models  # noqa: E402
-from quantry.recipe import CAST, from_options  # noqa: E402
+from quantry.quantizing.recipe import CAST, from_options  # noqa: E402
+from quantry.quantizing.tensor_plan import divide  # noqa: E402
 
 STEPS = 64
 GIB = 1 << 30

@@ -112,7 +112,7 @@ def exact_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Statistics apart from the user's, gathered in float32 as what they are held against."""
     import torch
 
-    from quantry import calibrated
+    from quantry.quantizing.calibration import calibrator as calibrated
 
     folder: Path = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import quantry
-from quantry.checkpoint.reader import demo_folder
+from quantry.models.reader import demo_folder
 
 DEMO = demo_folder()
 QWEN2_REGEX = (

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import quantry
-from quantry import inputs, recipe
-from quantry.calibrate import distillation
-from quantry.calibrate.cache import Statistics
-from quantry.calibrate.passage import Passage
+from quantry.quantizing import recipe
+from quantry.quantizing.calibration import distillation
+from quantry.quantizing.calibration import per_block as inputs
+from quantry.quantizing.calibration.resumable_walk import Passage
+from quantry.quantizing.calibration.store import Statistics
 
 
 def main(job: dict[str, Any]) -> None:

@@ -8,22 +8,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quantry.anatomy import inspect
-    from quantry.conversion import convert
     from quantry.devices import Device, Hardware, hardware
     from quantry.errors import QuantryError
-    from quantry.harm import sensitivity
-    from quantry.job import run
-    from quantry.load.bench import bench
-    from quantry.load.tune import tune
-    from quantry.pipeline import quantize
-    from quantry.planning.decision import plan
+    from quantry.jobs.auto.sensitivity import sensitivity
+    from quantry.jobs.load.bench import bench
+    from quantry.jobs.load.tune import tune
+    from quantry.jobs.quantize import quantize
+    from quantry.jobs.run import run
+    from quantry.jobs.sweep import sweep
+    from quantry.models.anatomy import inspect
     from quantry.planning.matrices import matrix
-    from quantry.proof.comparison import diff
-    from quantry.proof.verification import verify
-    from quantry.recipe import presets
+    from quantry.planning.plan import plan
+    from quantry.proof.diff import diff
+    from quantry.proof.verify import verify
+    from quantry.quantizing.convert import convert
+    from quantry.quantizing.recipe import presets
     from quantry.serving import serve
-    from quantry.sweeping import sweep
     from quantry.types import Anatomy, Artefact, Difference, Proof
 
 __version__ = "0.1.0"
@@ -41,21 +41,21 @@ _HOMES = {
     "Hardware": "devices",
     "Proof": "types",
     "QuantryError": "errors",
-    "bench": "load.bench",
-    "convert": "conversion",
-    "diff": "proof.comparison",
+    "bench": "jobs.load.bench",
+    "convert": "quantizing.convert",
+    "diff": "proof.diff",
     "hardware": "devices",
-    "inspect": "anatomy",
+    "inspect": "models.anatomy",
     "matrix": "planning.matrices",
-    "plan": "planning.decision",
-    "presets": "recipe",
-    "quantize": "pipeline",
-    "run": "job",
-    "sensitivity": "harm",
+    "plan": "planning.plan",
+    "presets": "quantizing.recipe",
+    "quantize": "jobs.quantize",
+    "run": "jobs.run",
+    "sensitivity": "jobs.auto.sensitivity",
     "serve": "serving",
-    "sweep": "sweeping",
-    "tune": "load.tune",
-    "verify": "proof.verification",
+    "sweep": "jobs.sweep",
+    "tune": "jobs.load.tune",
+    "verify": "proof.verify",
 }
 
 

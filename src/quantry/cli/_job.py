@@ -78,7 +78,7 @@ def announce(artefact: "Artefact") -> None:
 
 def write_report(folder: "Path") -> "Path":
     """Writes the report of an artefact beside it."""
-    from quantry.reporting import content_of, write
+    from quantry.jobs.artefact_report import content_of, write
 
     return write(folder, content_of(folder))
 

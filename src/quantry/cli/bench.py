@@ -10,7 +10,7 @@ from quantry.cli._flags import AnswerTokens, Chat, Dataset, GuidellmPython, Json
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from quantry.load.bench import Bench, Level, Spread
+    from quantry.jobs.load.bench import Bench, Level, Spread
 
 KEY = "QUANTRY_API_KEY"
 
@@ -48,7 +48,7 @@ def command(
 ) -> None:
     """Measure a server under load; exit code 1 if it does not keep a limit given with --slo."""
     from quantry.cli._job import show, steps
-    from quantry.load.bench import bench, limit
+    from quantry.jobs.load.bench import bench, limit
 
     with steps(quiet=json) as progress:
         found = bench(

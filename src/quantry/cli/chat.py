@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from quantry.talking import Server
+    from quantry.serving.client import Server
 
 KEY = "QUANTRY_API_KEY"
 NEW = "/new"
@@ -25,7 +25,7 @@ def command(
     ] = None,
 ) -> None:
     """Talk to a running server, answers as they come; /new begins anew, Ctrl-D or Ctrl-C ends it."""
-    from quantry.talking import Server
+    from quantry.serving.client import Server
 
     options = {"max_tokens": max_tokens, "temperature": temperature}
     with Server(url, key=api_key, model=model) as server:

@@ -18,7 +18,7 @@ def command(
 ) -> None:
     """Write a quantized checkpoint in another format, without loss where the grids agree; or a GGUF file as 16 bit."""
     from quantry.cli._job import announce, bar, finish
-    from quantry.conversion import convert
+    from quantry.quantizing.convert import convert
 
     with bar(quiet=json) as progress:
         artefact = convert(

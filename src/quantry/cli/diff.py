@@ -22,7 +22,7 @@ def command(
 ) -> None:
     """Compare two artefacts: how far apart they speak, what they weigh, which tensors differ most."""
     from quantry.cli._job import steps
-    from quantry.proof.comparison import diff
+    from quantry.proof.diff import diff
 
     with steps(quiet=json) as progress:
         found = diff(a, b, text=text, windows=windows, length=length, device=device, progress=progress)

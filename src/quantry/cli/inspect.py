@@ -19,7 +19,7 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Show what a model is made of, from its headers alone."""
-    from quantry.anatomy import inspect
+    from quantry.models.anatomy import inspect
 
     anatomy = inspect(model)
     if json:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-    from quantry.planning.decision import Option, Plan
+    from quantry.planning.plan import Option, Plan
 
 BAR = 40  # characters of a full bar
 SHOWN = 6  # options in the table
@@ -38,7 +38,7 @@ def command(
     """Say which preset, format, engine and flags suit a model, a machine and a use, and why."""
     from json import dumps
 
-    from quantry.planning.decision import plan
+    from quantry.planning.plan import plan
 
     found = plan(model, gpu=gpu, use=use, context=context, concurrency=concurrency, engine=engine, budget=budget)
     text = dumps(found.to_dict(), indent=2)

@@ -7,7 +7,7 @@ import typer
 
 def command(json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False) -> None:
     """List the presets and the formats that hold them."""
-    from quantry.recipe import presets
+    from quantry.quantizing.recipe import presets
 
     if json:
         from dataclasses import asdict

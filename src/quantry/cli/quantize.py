@@ -69,7 +69,7 @@ def command(
     from dataclasses import replace
 
     from quantry.cli._job import announce, bar, finish, write_report
-    from quantry.pipeline import quantize
+    from quantry.jobs.quantize import quantize
 
     told: list[str] = []
 

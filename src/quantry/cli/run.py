@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from quantry.cli._job import Progress
-    from quantry.job import Run, Step
+    from quantry.jobs.run import Run, Step
 
 INTERRUPTED = 130
 
@@ -54,7 +54,7 @@ def command(
 
     Exit code 1 if the gate is failed: then nothing is served.
     """
-    from quantry.job import QUESTION, DeclinedError, run
+    from quantry.jobs.run import QUESTION, DeclinedError, run
     from quantry.serving.process import ended_by_signals
 
     asks = not (yes or json) and sys.stdin.isatty()

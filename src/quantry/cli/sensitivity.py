@@ -8,7 +8,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from quantry.harm import Sensitivity
+    from quantry.jobs.auto.sensitivity import Sensitivity
 
 BAR = 24  # characters of the longest bar
 SHOWN = 20  # layers in the table
@@ -33,7 +33,7 @@ def command(
 ) -> None:
     """Predict what each layer would lose in each way to store it, the worst first."""
     from quantry.cli._job import steps
-    from quantry.harm import sensitivity
+    from quantry.jobs.auto.sensitivity import sensitivity
 
     with steps(quiet=json) as progress:
         found = sensitivity(

@@ -8,7 +8,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from quantry.sweeping import Outcome, Sweep
+    from quantry.jobs.sweep import Outcome, Sweep
 
 
 def command(
@@ -46,7 +46,7 @@ def command(
 ) -> None:
     """Quantize a model in many ways, measure each and compare them; exit code 1 if one cannot be made or measured."""
     from quantry.cli._job import show, steps
-    from quantry.sweeping import sweep
+    from quantry.jobs.sweep import sweep
 
     with steps(quiet=json) as progress:
         done = sweep(

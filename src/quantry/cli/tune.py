@@ -26,8 +26,8 @@ from quantry.cli._flags import (
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from quantry.load.choice import Trial
-    from quantry.load.tune import Tuned
+    from quantry.jobs.load.choice import Trial
+    from quantry.jobs.load.tune import Tuned
 
 
 def command(
@@ -79,8 +79,8 @@ def command(
 ) -> None:
     """Measure what an engine's switches do for a load; exit code 1 if no setting keeps a limit given with --slo."""
     from quantry.cli._job import show, steps
-    from quantry.load.bench import limit
-    from quantry.load.tune import tune
+    from quantry.jobs.load.bench import limit
+    from quantry.jobs.load.tune import tune
     from quantry.serving.process import ended_by_signals
 
     with ended_by_signals(), steps(quiet=json) as progress:

@@ -49,7 +49,7 @@ def command(
 ) -> None:
     """Measure what was lost, on the written bytes and in the engine; exit code 1 if the gate is failed."""
     from quantry.cli._job import steps, write_report
-    from quantry.proof.verification import verify
+    from quantry.proof.verify import verify
 
     with steps(quiet=json) as progress:
         proof = verify(

@@ -1,8 +1,9 @@
 """GGUF: one file with tensors in ggml's block types, metadata and vocabulary, as llama.cpp and its relatives read it.
 
-Other formats hold layers inside a Hugging Face folder; this one is a container of its own (quantry/gguf_file.py), with
-its own tensor names and order of weights (llamacpp/targets.py). Here is the way of a weight into a stored tensor and
-back: arranged as llama.cpp expects it and cast or quantized, or decoded and put back into the order it came from.
+Other formats hold layers inside a Hugging Face folder; this one is a container of its own
+(quantizing/containers/gguf_file.py), with its own tensor names and order of weights (llamacpp/tensor_map.py).
+Here is the way of a weight into a stored tensor and back: arranged as llama.cpp expects it and cast or quantized, or
+decoded and put back into the order it came from.
 """
 
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from quantry.types import Scheme
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantry.llamacpp.targets import Target
+    from quantry.llamacpp.tensor_map import Target
 
 NAME = "gguf"
 CASTS = ("f16", "bf16")

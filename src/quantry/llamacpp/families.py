@@ -12,8 +12,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from quantry.arch.attention import layer_kinds, text_config
 from quantry.errors import ConfigError, UnknownNameError
+from quantry.models.attention import layer_kinds, text_config
 
 RESTORE = "restore config.json"
 LARGEST = (1 << 31) - 1

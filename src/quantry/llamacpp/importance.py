@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantry.checkpoint.files import LocalFiles
-from quantry.checkpoint.gguf import MAGIC, read_header
 from quantry.errors import CheckpointError, OutputError, RecipeError
-from quantry.llamacpp.targets import Target
+from quantry.llamacpp.tensor_map import Target
+from quantry.models.files import LocalFiles
+from quantry.models.gguf import MAGIC, read_header
 
 Vectors = NDArray[np.float32]  # (matrices, columns)
 Sums = tuple[NDArray[Any], NDArray[Any]]  # sums of squares (matrices, columns), and the tokens of each matrix

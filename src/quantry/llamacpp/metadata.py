@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantry.errors import ConfigError
 from quantry.llamacpp.families import Facts, facts, family, table
-from quantry.llamacpp.targets import Target
+from quantry.llamacpp.tensor_map import Target
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter

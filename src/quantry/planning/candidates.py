@@ -9,17 +9,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from quantry.arch.attention import block_count
-from quantry.checkpoint.gguf import block_sizes
 from quantry.devices import Device, Hardware
 from quantry.engines import latest
 from quantry.errors import QuantryError
-from quantry.pieces import main_dtype
-from quantry.planning import memory
+from quantry.models.attention import block_count
+from quantry.models.gguf import block_sizes
 from quantry.planning.feasibility import PLATFORMS, feasible
-from quantry.planning.memory import Deployment, Settings
+from quantry.planning.memory import footprint as memory
+from quantry.planning.memory.footprint import Deployment, Settings
 from quantry.planning.rules import Facts, Use, caches, capability, engine_rows, is_spare, left_out, refusal, tier
-from quantry.recipe import Preset, Recipe, preset, presets
+from quantry.quantizing.recipe import Preset, Recipe, preset, presets
+from quantry.quantizing.tensor_plan import main_dtype
 from quantry.types import Checkpoint, Footprint, Verdict, Workload
 
 LAYERED = ("llama.cpp", "ollama")  # engines that give devices whole layers

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantry.engines import contract
-from quantry.recipe import CAST, Preset, presets
+from quantry.quantizing.recipe import CAST, Preset, presets
 
 GATED = ("llama.cpp", "vllm", "transformers")  # engines that `quantry verify` runs
 SHARES = ("llama.cpp", "ollama", "transformers")  # engines that spread layers over devices unasked

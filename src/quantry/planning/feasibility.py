@@ -28,9 +28,6 @@ from operator import ge, gt, le, lt
 from typing import Any, Literal
 
 from quantry import registry
-from quantry.arch.attention import block_count, text_config
-from quantry.arch.linears import EXPERT, Linear, linears
-from quantry.arch.parts import block_of
 from quantry.devices import Device
 from quantry.engines import Conditions, Engine, Row, engines, flags, known_version, latest, removed
 from quantry.engines import engine as engine_of
@@ -38,8 +35,11 @@ from quantry.errors import QuantryError
 from quantry.formats import spell
 from quantry.llamacpp import families
 from quantry.llamacpp.mixture import BLOCKS, FALLBACKS
-from quantry.pieces import DTYPE_NAMES, GROUPS, main_dtype
-from quantry.recipe import CAST, Preset, Recipe
+from quantry.models.attention import block_count, text_config
+from quantry.models.linears import EXPERT, Linear, linears
+from quantry.models.parts import block_of
+from quantry.quantizing.recipe import CAST, Preset, Recipe
+from quantry.quantizing.tensor_plan import DTYPE_NAMES, GROUPS, main_dtype
 from quantry.types import Checkpoint, Grid, Scheme, TensorInfo, Verdict
 
 __all__ = ["engines", "feasible", "flags", "latest", "removed"]

@@ -17,14 +17,15 @@ from quantry.devices.catalogue import catalogue, parse
 from quantry.engines import engine as engine_data
 from quantry.engines import latest
 from quantry.errors import QuantryError, UnknownNameError
-from quantry.planning import memory, throughput
 from quantry.planning.candidates import scheme_name
-from quantry.planning.decision import plan
 from quantry.planning.feasibility import feasible
-from quantry.planning.memory import Deployment, Settings
+from quantry.planning.memory import footprint as memory
+from quantry.planning.memory.footprint import Deployment, Settings
 from quantry.planning.models import open_model
+from quantry.planning.plan import plan
 from quantry.planning.rules import capability, left_out, quality
-from quantry.recipe import Preset, Recipe, presets
+from quantry.planning.speed import throughput
+from quantry.quantizing.recipe import Preset, Recipe, presets
 from quantry.types import Checkpoint, Workload
 
 MODEL = "llama-3.1-8b"

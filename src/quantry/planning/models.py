@@ -15,11 +15,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quantry.arch.shapes import complete, tensors_of
-from quantry.checkpoint.files import LocalFiles, read_small
-from quantry.checkpoint.hub import HUB_ID
-from quantry.checkpoint.reader import DEMO, PICKLES, open_checkpoint
 from quantry.errors import CheckpointError, ConfigError, HubError, ModelNotFoundError
+from quantry.models.files import LocalFiles, read_small
+from quantry.models.hub import HUB_ID
+from quantry.models.reader import DEMO, PICKLES, open_checkpoint
+from quantry.models.shapes import complete, tensors_of
 from quantry.types import Checkpoint
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".gguf", *PICKLES)

@@ -15,7 +15,7 @@ from quantry.devices import Device
 from quantry.engines import Conditions
 from quantry.errors import UnknownNameError
 from quantry.planning.feasibility import agrees
-from quantry.recipe import Preset
+from quantry.quantizing.recipe import Preset
 
 Facts = dict[str, Any]
 SMALL_BITS = 4  # schemes of so many bits and less depend on the size of the model

@@ -14,10 +14,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from quantry.arch.attention import text_config
-from quantry.checkpoint.reader import DEMO, demo_folder
 from quantry.errors import CheckpointError, QuantryError
 from quantry.llamacpp.model import Model
+from quantry.models.attention import text_config
+from quantry.models.reader import DEMO, demo_folder
 from quantry.proof.sources import ModelSource, check_finished, open_source, tokenizer
 
 CONTEXT = 32  # tokens: llama.cpp only tokenizes here

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quantry import walk
+from quantry.blockwise import walk
 from quantry.errors import QuantryError
 from quantry.llamacpp.model import Model
 from quantry.proof import served

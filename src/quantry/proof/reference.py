@@ -27,21 +27,21 @@ from safetensors import safe_open
 from torch import Tensor
 
 from quantry import __version__
-from quantry.arch.attention import text_config
-from quantry.arch.linears import QUANTIZED_PARTS
-from quantry.arch.parts import part_of
-from quantry.checkpoint.writer import Entry, ShardWriter, safetensors_header, write_atomically
+from quantry.blockwise.walk import Progress, Source, Walk, run
 from quantry.errors import OutputError, QuantryError, WeightError
-from quantry.fits import absmax
+from quantry.methods.fits import absmax
+from quantry.methods.rounders import nearest
+from quantry.models.attention import text_config
+from quantry.models.linears import QUANTIZED_PARTS
+from quantry.models.parts import part_of
+from quantry.models.writer import Entry, ShardWriter, safetensors_header, write_atomically
 from quantry.numerics.grids import dequantize
 from quantry.proof import divergence
 from quantry.proof.divergence import Array, Compact, all_ids, full_kl, kl, observe
 from quantry.proof.sources import ModelSource, open_source
 from quantry.proof.text import Window
-from quantry.rounders import nearest
 from quantry.storage import VARIABLE, home
 from quantry.types import Activation, Grid
-from quantry.walk import Progress, Source, Walk, run
 
 NOTED = ("vocabulary", "k", "recovered", "noise", "notes", "seconds")
 LAYOUT = 1  # of the files below; counted up when what they hold or how it is measured changes

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from quantry import restoration
-from quantry.artefact import QuantizedModel
-from quantry.checkpoint.packed import quantization
-from quantry.checkpoint.reader import local_folder, open_checkpoint
-from quantry.checkpoint.weights import MappedWeights, PlainWeights
-from quantry.checkpoint.workspace import JOB
 from quantry.errors import CheckpointError, QuantryError
 from quantry.formats.gguf import BLOCKS
-from quantry.llamacpp import retokenizing
+from quantry.llamacpp import to_tokenizer as retokenizing
+from quantry.models.already_quantized import quantization
+from quantry.models.reader import local_folder, open_checkpoint
+from quantry.models.tokenizer import load_tokenizer
+from quantry.models.weights import MappedWeights, PlainWeights
+from quantry.models.workspace import JOB
 from quantry.numerics.activations import Static
 from quantry.numerics.grids import dequantize
-from quantry.tokenizing import load_tokenizer
+from quantry.quantizing import restore as restoration
+from quantry.quantizing.quantized_model import QuantizedModel
 from quantry.types import Activation, Checkpoint, Grid, Scheme
 
 UNFINISHED = "run the quantize command again: it goes on where it stopped"

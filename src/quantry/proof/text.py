@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantry.checkpoint.reader import demo_folder
 from quantry.errors import QuantryError
-from quantry.tokenizing import encode, prefix_of
+from quantry.models.reader import demo_folder
+from quantry.models.tokenizer import encode, prefix_of
 
 HELD_OUT = "held-out.txt"  # of the demo model, which was not trained on it
 

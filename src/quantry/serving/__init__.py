@@ -182,8 +182,8 @@ def _check(asked: Options) -> None:
 
 
 def _serving(asked: Options, model: "Model", installed: "Installed", port: int) -> "Serving":
-    from quantry.checkpoint.identity import identity
     from quantry.engines.contract import LOOKUP, Serving
+    from quantry.models.identity import identity
     from quantry.serving.choose import open_model
     from quantry.serving.cores import physical_cores
     from quantry.storage import home

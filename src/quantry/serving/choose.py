@@ -15,16 +15,15 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from quantry.arch.attention import context_length
-from quantry.checkpoint import open_checkpoint
-from quantry.checkpoint.packed import quantization
-from quantry.checkpoint.reader import IMPORTANCE, local_folder
 from quantry.devices import Device, Hardware
 from quantry.engines import engines, known_version, latest
 from quantry.engines.contract import Serving, adapter, install
 from quantry.errors import ConfigError, ModelNotFoundError, QuantryError
+from quantry.models.already_quantized import quantization
+from quantry.models.attention import context_length
+from quantry.models.reader import IMPORTANCE, local_folder, open_checkpoint
 from quantry.planning.candidates import gib
-from quantry.planning.memory import Deployment, Settings, footprint_of, room
+from quantry.planning.memory.footprint import Deployment, Settings, footprint_of, room
 from quantry.types import Checkpoint, Footprint, Workload
 
 LLAMA, ONNX = "llama.cpp", "onnxruntime"

@@ -13,7 +13,7 @@ from torch import Tensor
 from quantry.errors import UnknownNameError, WeightError
 from quantry.numerics.ggml import iq4, kquants, native, simple
 from quantry.numerics.ggml.layout import BLOCKS, Fields, pack, unpack, values
-from quantry.numerics.ggml.rows import as_float, buffer, spread
+from quantry.numerics.threads import as_float, buffer, spread
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TYPES = (

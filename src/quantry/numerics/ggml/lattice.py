@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quantry.numerics.feedback import Codes, Lattice
+from quantry.numerics.error_feedback import Codes, Lattice
 from quantry.numerics.ggml.layout import BLOCKS, IQ4, Fields, Plane
 from quantry.numerics.ladders import Ladder
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quantry.errors import QuantryError
-from quantry.numerics.ggml.rows import as_float, spread
+from quantry.numerics.threads import as_float, spread
 
 CHUNK = 1 << 18  # weights a call: converted to float32 they are 1 MB, which stays in a core's cache
 NUMBERS = {  # enum ggml_type

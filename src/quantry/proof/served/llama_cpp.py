@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from quantry.checkpoint import open_checkpoint
 from quantry.errors import CheckpointError, ModelNotFoundError, QuantryError, WeightError
 from quantry.llamacpp.model import Model
+from quantry.models.reader import open_checkpoint
 from quantry.proof.divergence import Array, Observed, observe
 from quantry.proof.served import Progress, Served
 from quantry.proof.text import Window

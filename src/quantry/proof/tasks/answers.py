@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from quantry.checkpoint.files import LocalFiles
-from quantry.checkpoint.gguf import read_shards
 from quantry.errors import QuantryError, WeightError
+from quantry.models.files import LocalFiles
+from quantry.models.gguf import read_shards
 
 if TYPE_CHECKING:
     from quantry.llamacpp.model import Model

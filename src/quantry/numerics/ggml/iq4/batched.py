@@ -14,7 +14,7 @@ from torch import Tensor
 from quantry.numerics.ggml.exact import TINY, add_up, aligned, extreme, over, reciprocal, root
 from quantry.numerics.ggml.iq4.levels import FIRST, SUB, TRIED
 from quantry.numerics.ggml.layout import IQ4
-from quantry.numerics.ggml.rows import buffer
+from quantry.numerics.threads import buffer
 
 TILE = 1 << 16  # weights searched at a time on the CPU: five buffers of 256 KiB
 REACH = 2 * 135  # more than twice any scaled weight: the widest try scales to 134

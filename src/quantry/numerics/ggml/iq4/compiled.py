@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 
 from quantry.numerics.ggml.exact import TINY
 from quantry.numerics.ggml.iq4.levels import FIRST, SUB, TRIED
-from quantry.numerics.ggml.kquants.vectors import AVAILABLE, LANES, Array, Kernel, Vector
 from quantry.numerics.ggml.layout import IQ4
+from quantry.numerics.simd import AVAILABLE, LANES, Array, Kernel, Vector
 
 __all__ = ["AVAILABLE"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantry.numerics.ggml.kquants.rules import ROUNDS, SUPER, TINY, Fit, Rule, Steps, beside
-from quantry.numerics.ggml.rows import buffer
+from quantry.numerics.threads import buffer
 
 TILE = 1 << 18  # weights searched at a time on the CPU
 ORDERED = 16  # rows that torch adds strictly one after another on the CPU

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantry.numerics.ggml.kquants import vectors
+from quantry.numerics import simd as vectors
 from quantry.numerics.ggml.kquants.rules import ROUNDS, SUPER, TINY, Fit, Rule, Steps, beside
-from quantry.numerics.ggml.kquants.vectors import LANES, Array, Kernel, Mask, Vector
-from quantry.numerics.ggml.rows import buffer
+from quantry.numerics.simd import LANES, Array, Kernel, Mask, Vector
+from quantry.numerics.threads import buffer
 
 AVAILABLE = vectors.AVAILABLE
 

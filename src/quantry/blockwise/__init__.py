@@ -1,0 +1,1 @@
+"""Any causal language model, run block by block with the weights of one block in memory."""

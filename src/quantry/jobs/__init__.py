@@ -1,0 +1,1 @@
+"""Jobs: what a command does from end to end."""

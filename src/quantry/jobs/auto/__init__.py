@@ -1,0 +1,1 @@
+"""Preset auto: the grid of every tensor, chosen for a size."""

@@ -1,0 +1,1 @@
+"""Methods: transforms, fits and rounders, one file each."""

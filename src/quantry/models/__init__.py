@@ -1,0 +1,1 @@
+"""Models: checkpoints, families, anatomy, tokenizers; by headers alone, without torch."""

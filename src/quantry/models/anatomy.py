@@ -1,0 +1,88 @@
+"""The anatomy of a model: what it is made of and what it weighs, from headers alone."""
+
+from collections import Counter
+from pathlib import Path
+
+from quantry.errors import CheckpointError
+from quantry.models.already_quantized import quantization, weights_of
+from quantry.models.attention import block_count, context_length, kv_layers
+from quantry.models.parts import ORDER, part_of
+from quantry.models.reader import open_checkpoint
+from quantry.types import Anatomy, Checkpoint, Part
+
+
+def inspect(model: str | Path) -> Anatomy:
+    """Reads the headers of `model` (a folder, a GGUF file, a hub id or `demo`) and says what it is made of."""
+    return dissect(open_checkpoint(model))
+
+
+def dissect(checkpoint: Checkpoint) -> Anatomy:
+    """The anatomy of an open checkpoint."""
+    blocks = block_count(checkpoint.config)
+    cache = kv_layers(checkpoint.config)
+    parts = _parts(checkpoint, blocks)
+    tied = _tied_head(checkpoint, parts)
+    parameters = sum(part.parameters for part in parts)
+    nbytes = sum(part.bytes for part in parts)
+    names = checkpoint.config.get("architectures")
+    return Anatomy(
+        source=checkpoint.source,
+        format=checkpoint.format,
+        architecture=str(names[0] if isinstance(names, list) and names else checkpoint.config.get("model_type")),
+        parameters=parameters,
+        bytes=nbytes,
+        bits_per_weight=round(8 * nbytes / parameters, 4) if parameters else 0.0,
+        tensors=len(checkpoint.tensors),
+        blocks=blocks,
+        context_length=context_length(checkpoint.config),
+        kv_bytes_per_token=sum(layers.bytes_per_token for layers in cache),
+        kv_layers=cache,
+        parts=parts,
+        tied_head=tied,
+        quantization=quantization(checkpoint),
+        tokenizer=checkpoint.tokenizer,
+        chat_template=checkpoint.chat_template,
+    )
+
+
+def _parts(checkpoint: Checkpoint, blocks: int) -> tuple[Part, ...]:
+    """Tensors added up by part; a head that is stored although it is tied adds bytes but no parameters."""
+    tied = bool(checkpoint.config.get("tie_word_embeddings"))
+    tensors: Counter[str] = Counter()
+    parameters: Counter[str] = Counter()
+    dtypes: dict[str, Counter[str]] = {}
+    for tensor in checkpoint.tensors:
+        part = part_of(tensor.name, blocks)
+        tensors[part] += 1
+        dtypes.setdefault(part, Counter())[tensor.dtype] += tensor.nbytes
+        if part != "buffers" and not (tied and part == "head"):
+            parameters[part] += weights_of(checkpoint, tensor)
+    return tuple(
+        Part(part, tensors[part], parameters[part], sum(dtypes[part].values()), dict(dtypes[part]))
+        for part in ORDER
+        if part in dtypes
+    )
+
+
+def _tied_head(checkpoint: Checkpoint, parts: tuple[Part, ...]) -> bool:
+    """Whether the embedding serves as the head. GGUF says so by leaving the head out."""
+    if checkpoint.format == "gguf":
+        return all(part.name != "head" for part in parts)
+    tied = checkpoint.config.get("tie_word_embeddings")
+    return bool(tied) if tied is not None else all(part.name != "head" for part in parts)
+
+
+def sixteen_bit(checkpoint: Checkpoint) -> Anatomy:
+    """The anatomy of a checkpoint that can be quantized."""
+    if checkpoint.format == "gguf":
+        raise CheckpointError(
+            f"{checkpoint.source} is a GGUF file",
+            fix="quantize the safetensors it was made from, or turn it back with quantry convert --to bf16",
+        )
+    anatomy = dissect(checkpoint)
+    if anatomy.quantization:
+        raise CheckpointError(
+            f"{checkpoint.source} is already quantized ({anatomy.quantization.method})",
+            fix="quantize the 16-bit original, or use quantry convert",
+        )
+    return anatomy

@@ -1,0 +1,123 @@
+"""The linear layers of a model that can be quantized, and which of them an engine fuses.
+
+A linear is named as an engine will look for it: experts that a checkpoint stores fused in one three-dimensional tensor
+(gate_up_proj, down_proj) become one linear each, cut out of their source. What an engine fuses into one matrix (q/k/v,
+gate/up) carries one `fused` name, since such layers must share their grid; what it stacks as well (the experts of a
+layer) one `shared` name, since all of that must share any scale that spans a whole tensor.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quantry.errors import ConfigError
+from quantry.models.attention import text_config
+from quantry.models.parts import part_of
+from quantry.types import Checkpoint, TensorInfo
+
+QUANTIZED_PARTS = frozenset({"attention", "MLP", "experts"})
+FLOATS = frozenset({"BF16", "F16", "F32"})
+FUSED = (  # as vLLM 0.32's models pack them
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+)
+EXPERT = re.compile(r"\.experts\.\d+\.")
+STACKED = re.compile(r"(?P<experts>.+\.experts)\.(?P<kind>gate_up_proj|down_proj)(\.weight)?")
+TRANSPOSED = frozenset({"gpt2", "openai-gpt", "imagegpt"})  # Conv1D keeps weights as (in, out)
+INTERLEAVED = frozenset({"gpt_oss"})  # gate and up rows alternate
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """One linear layer: `source[expert][rows]`, transposed if `flip`, is its (out, in) weight."""
+
+    module: str
+    source: str
+    shape: tuple[int, int]
+    fused: str  # the same for all that one matrix of the engine is made of
+    shared: str  # the same for all that must share a scale for whole tensors: as fused, and all experts of a layer
+    expert: int | None = None
+    rows: tuple[int, int] | None = None
+    flip: bool = False
+
+
+def linears(checkpoint: Checkpoint, blocks: int) -> tuple[Linear, ...]:
+    """All linear layers of the decoder blocks, in the order of the checkpoint."""
+    family = str(text_config(checkpoint.config).get("model_type"))
+    hidden = text_config(checkpoint.config).get("hidden_size")
+    found = [
+        linear
+        for tensor in checkpoint.tensors
+        if part_of(tensor.name, blocks) in QUANTIZED_PARTS and tensor.dtype in FLOATS
+        for linear in _of_tensor(tensor, checkpoint.tensors, family, hidden)
+    ]
+    if found and family in TRANSPOSED:
+        raise ConfigError(
+            f"{family} keeps its linear weights transposed, which is not supported", fix="use a model of another family"
+        )
+    return tuple(found)
+
+
+def _of_tensor(tensor: TensorInfo, tensors: Sequence[TensorInfo], family: str, hidden: Any) -> list[Linear]:
+    stacked = STACKED.fullmatch(tensor.name)
+    if tensor.numel == 0:  # an empty tensor may claim any number of experts
+        return []
+    if stacked and len(tensor.shape) == 3:
+        if family in INTERLEAVED:
+            raise ConfigError(f"{family} interleaves gate and up rows, which is not supported", fix="use its own file")
+        flip = _is_flipped(stacked["experts"], tensors, hidden)
+        return _of_experts(tensor, stacked["experts"], stacked["kind"], flip)
+    if len(tensor.shape) != 2 or not tensor.name.endswith(".weight"):
+        return []
+    module = tensor.name.removesuffix(".weight")
+    fused = fused_name(module)
+    return [Linear(module, tensor.name, (tensor.shape[0], tensor.shape[1]), fused, shared_name(fused))]
+
+
+def fused_name(module: str) -> str:
+    """The name shared by the modules that engines fuse with this one."""
+    parent, _, leaf = module.rpartition(".")
+    siblings = next((names for names in FUSED if leaf in names), (leaf,))
+    return f"{parent}.{'+'.join(siblings)}"
+
+
+def shared_name(fused: str) -> str:
+    """The name shared by all that must have one scale for whole tensors; engines stack the experts of a layer."""
+    return EXPERT.sub(".experts.*.", fused)
+
+
+def _is_flipped(prefix: str, tensors: Sequence[TensorInfo], hidden: Any) -> bool:
+    """Whether a stack is (experts, in, out): its down projection tells, being (hidden, inner) the right way round."""
+    down = next((t for t in tensors if t.name.removesuffix(".weight") == f"{prefix}.down_proj"), None)
+    shape = down.shape if down else ()
+    if len(shape) != 3 or (shape[1] == hidden) == (shape[2] == hidden):
+        raise ConfigError(
+            f"{prefix}.down_proj of shape {list(shape)} does not tell rows from columns (hidden size {hidden})",
+            fix="save the model with one tensor for each expert",
+        )
+    return bool(shape[2] == hidden)
+
+
+def _of_experts(tensor: TensorInfo, prefix: str, kind: str, flip: bool) -> list[Linear]:
+    """The linears in a stack of experts."""
+    experts, first, second = tensor.shape
+    out, into = (second, first) if flip else (first, second)
+    names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
+    part = out // len(names)
+    return [
+        Linear(
+            module=f"{prefix}.{expert}.{name}",
+            source=tensor.name,
+            shape=(part, into),
+            fused=fused_name(f"{prefix}.{expert}.{name}"),
+            shared=shared_name(fused_name(f"{prefix}.{expert}.{name}")),
+            expert=expert,
+            rows=(index * part, (index + 1) * part),
+            flip=flip,
+        )
+        for expert in range(experts)
+        for index, name in enumerate(names)
+    ]

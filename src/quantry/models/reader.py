@@ -1,0 +1,157 @@
+"""From what the user wrote to an open checkpoint: finds it, reads its headers and small files, reads no weights."""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from importlib.resources import files as package_files
+from pathlib import Path
+from typing import Any
+
+from quantry.errors import CheckpointError, ConfigError, ModelNotFoundError
+from quantry.models import gguf, safetensors
+from quantry.models.files import SMALL_FILE_LIMIT, Files, LocalFiles, read_small
+from quantry.models.hub import HUB_ID, HubFiles
+from quantry.types import Checkpoint
+
+DEMO = "demo"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
+SMALL = (".json", ".jinja", ".model", ".txt", "README.md")
+IMPORTANCE = "imatrix.gguf"  # a GGUF file that holds no model
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+def open_checkpoint(model: str | Path) -> Checkpoint:
+    """Opens `model`: a folder, a .gguf file, `owner/name[@revision][:file.gguf]` on the hub, or `demo`."""
+    path = demo_folder() if model == DEMO else Path(model).expanduser()
+    try:
+        hub = None if path.exists() else HUB_ID.fullmatch(str(model))
+    except OSError as error:
+        raise ModelNotFoundError(f"cannot look at {path}: {error.strerror}", fix="check the path") from error
+    if path.is_file():
+        return _open_gguf(LocalFiles(path.parent), path.name, str(model))
+    if path.is_dir():
+        return _open_folder(LocalFiles(path), str(model))
+    if hub is None:
+        raise _not_found(path)
+    files = HubFiles(hub["repo"], hub["revision"])
+    return _open_gguf(files, hub["file"], str(model)) if hub["file"] else _open_folder(files, str(model))
+
+
+def local_folder(model: str | Path) -> Path:
+    """The folder (or GGUF file) of a model; one on the hub is downloaded first, and taken up where it was left."""
+    path = demo_folder() if model == DEMO else Path(model).expanduser()
+    hub = None if path.exists() else HUB_ID.fullmatch(str(model))
+    if hub is None:
+        if not path.exists():
+            raise _not_found(path)
+        return path
+    files = HubFiles(hub["repo"], hub["revision"])
+    return files.download([hub["file"]] if hub["file"] else None)
+
+
+@contextmanager
+def small_folder(checkpoint: Checkpoint, name: str) -> Iterator[Path]:
+    """The folder of a checkpoint; of one on a hub a folder called `name` with its small files, for a while."""
+    local = demo_folder() if checkpoint.source == DEMO else Path(checkpoint.source).expanduser()
+    if local.is_dir():
+        yield local
+        return
+    with tempfile.TemporaryDirectory() as parent:
+        for file, size in checkpoint.files.items():
+            if file.endswith(SMALL) and size <= SMALL_FILE_LIMIT and not file.endswith(".index.json"):
+                path = Path(parent) / name / file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(checkpoint.read(file, 0, size))
+        yield Path(parent) / name
+
+
+def demo_folder() -> Path:
+    """The folder of the model that ships with the package."""
+    return Path(str(package_files("quantry"))) / "demo"
+
+
+def _open_folder(files: Files, source: str) -> Checkpoint:
+    names = set(files.sizes)
+    ggufs = sorted(name for name in names if name.endswith(".gguf") and not name.endswith(IMPORTANCE))
+    if any(name.endswith(".safetensors") for name in names) or safetensors.INDEX_FILE in names:
+        return _open_safetensors(files, source)
+    if len(ggufs) == 1 or (ggufs and all(gguf.SHARD.fullmatch(name) for name in ggufs)):
+        return _open_gguf(files, ggufs[0], source)
+    if ggufs:
+        separator = ":" if isinstance(files, HubFiles) else "/"
+        raise ModelNotFoundError(
+            f"{source} holds {len(ggufs)} GGUF files", fix=f"name one, for example {source}{separator}{ggufs[0]}"
+        )
+    pickles = sorted(name for name in names if name.endswith(PICKLES))
+    if pickles:
+        raise CheckpointError(
+            f"{source} holds only pickled weights ({pickles[0]}), which can run code when they are read",
+            fix="save the model as safetensors with save_pretrained(safe_serialization=True)",
+        )
+    raise ModelNotFoundError(
+        f"{source} holds no weights (*.safetensors or *.gguf)", fix="give the folder that config.json and they are in"
+    )
+
+
+def _open_safetensors(files: Files, source: str) -> Checkpoint:
+    tensors = safetensors.read_tensors(files)
+    config = _read_json(files, "config.json", fix="copy it from the original model")
+    return Checkpoint(
+        source=source,
+        format="safetensors",
+        files=files.sizes,
+        tensors=tensors,
+        config=config,
+        tokenizer=next((name for name in TOKENIZERS if name in files.sizes), None),
+        chat_template=_has_chat_template(files),
+        read=files.read,
+    )
+
+
+def _open_gguf(files: Files, name: str, source: str) -> Checkpoint:
+    if name not in files.sizes:
+        raise ModelNotFoundError(f"{files.label} has no file {name}", fix="check the name after ':'")
+    if name.endswith((".safetensors", *PICKLES)):
+        raise ModelNotFoundError(f"{source} is one file of a checkpoint", fix="give the folder that it is in")
+    header = gguf.read_shards(files, name)
+    vocabulary = header.metadata.get("tokenizer.ggml.model")
+    return Checkpoint(
+        source=source,
+        format="gguf",
+        files={file: files.sizes[file] for file in {tensor.file for tensor in header.tensors} | {name}},
+        tensors=header.tensors,
+        config=gguf.config_of(header.metadata),
+        tokenizer=f"gguf:{vocabulary}" if isinstance(vocabulary, str) else None,
+        chat_template=isinstance(header.metadata.get("tokenizer.chat_template"), str),
+        read=files.read,
+        metadata=header.metadata,
+    )
+
+
+def _read_json(files: Files, name: str, fix: str) -> dict[str, Any]:
+    if name not in files.sizes:
+        raise ConfigError(f"{files.label} has no {name}", fix=fix)
+    try:
+        value = json.loads(read_small(files, name))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{files.label}/{name} is not JSON ({str(error)[:80]})", fix=fix) from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{files.label}/{name} holds a JSON {type(value).__name__}, not an object", fix=fix)
+    return value
+
+
+def _has_chat_template(files: Files) -> bool:
+    if "chat_template.jinja" in files.sizes or "chat_template.json" in files.sizes:
+        return True
+    if "tokenizer_config.json" not in files.sizes:
+        return False
+    return bool(_read_json(files, "tokenizer_config.json", fix="copy it from the original model").get("chat_template"))
+
+
+def _not_found(path: Path) -> ModelNotFoundError:
+    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = get_close_matches(path.name, siblings, n=1)
+    hint = f"did you mean {path.parent / close[0]}?" if close else "give a folder, a .gguf file, owner/name or demo"
+    return ModelNotFoundError(f"no such model: {path}", fix=hint)

@@ -1,0 +1,261 @@
+"""The tensors that a model has, from its config.json alone.
+
+shapes.toml lists them by family with symbolic dimensions; here the formulas meet the numbers of a config. A config that
+leaves a field out gets what its family's own config class would fill in, as the small `text_config` of a vision model
+does; but the sizes of a plain language model must be there.
+"""
+
+import ast
+import operator
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from math import isfinite, prod
+from typing import Any
+
+from quantry.errors import ConfigError
+from quantry.models.attention import LAYER_LIMIT, TEXT_CONFIGS, text_config
+from quantry.types import TensorInfo
+
+DTYPE, DTYPE_BYTES = "BF16", 2
+EXPERT_LIMIT = 10_000  # of a layer
+TENSOR_LIMIT = 250_000  # DeepSeek V3 has 46,000
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+TIED = "tie_word_embeddings"
+
+LISTS = (list, tuple)
+
+Fields = Mapping[str, Any]
+Shape = tuple[str, tuple[int, ...]]
+
+ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+ORDER: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {ast.Gt: operator.gt, ast.GtE: operator.ge}
+
+
+def tensors_of(config: Mapping[str, Any]) -> tuple[TensorInfo, ...]:
+    """The tensors of a 16-bit checkpoint of the model that `config` describes, one after the other in no file."""
+    tensors: list[TensorInfo] = []
+    start = 0
+    for name, shape in _shapes(complete(config)):
+        _limit("tensors", len(tensors), TENSOR_LIMIT)
+        nbytes = prod(shape) * DTYPE_BYTES
+        tensors.append(TensorInfo(name, DTYPE, shape, "", start, nbytes))
+        start += nbytes
+    return tuple(tensors)
+
+
+def known_families() -> tuple[str, ...]:
+    """The model types whose tensors are known."""
+    return tuple(sorted(name for name in _table()["families"] if not _family(name).get("part")))
+
+
+def complete(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with all the fields that decide shapes, those that its family's class fills in included."""
+    family = _family(_model_type(config))
+    key = _text_key(config)
+    text = {**(config[key] if key else config), **text_config(config)}  # the latter has the usual names but no nulls
+    for name in () if key else SIZES:
+        if name not in text:
+            raise ConfigError(f"config has no {name}", fix="copy config.json from the original model")
+    language = _family(_part_type(config, "language", text)) if "vision" in family else family
+    text = _filled(text, language)
+    tied = config.get(TIED)
+    text[TIED] = bool(text.get(TIED) if tied is None else tied)  # the outer field is the one that loaders follow
+    whole = {**config, **({key: text} if key else text), TIED: text[TIED]}
+    if "vision" in family:
+        whole = _filled(whole, family)
+        whole["vision_config"] = _filled(_vision(config), _family(_part_type(config, "vision", _vision(config))))
+    return whole
+
+
+def _shapes(config: Mapping[str, Any]) -> Iterator[Shape]:
+    """The name and shape of every tensor, for a config that is complete."""
+    family, key = _family(_model_type(config)), _text_key(config)
+    text = config[key] if key else config
+    if "vision" not in family:
+        yield from _stack(family, text)
+        return
+    vision = config["vision_config"]
+    for side, fields in (("vision", vision), ("language", text)):
+        prefix = family[side]["prefix"]
+        for name, shape in _stack(_family(_part_type(config, side, fields)), fields):
+            yield prefix + name, shape
+    yield from _units(family["projector"], "", {**config, "text": text, "vision": vision})
+
+
+def _stack(family: Fields, fields: Fields) -> Iterator[Shape]:
+    """What stands before the blocks, the blocks, and what stands after them."""
+    count = _dimension(family["count"], fields)
+    _limit("layers", count, LAYER_LIMIT)
+    yield from _units(family["before"], "", _ruled(family, fields, 0))
+    for layer in range(count):
+        yield from _units(family["layers"], family["block"].replace("*", str(layer)), _ruled(family, fields, layer))
+    yield from _units(family["after"], "", _ruled(family, fields, 0))
+
+
+def _units(entries: Sequence[Any], prefix: str, fields: Fields) -> Iterator[Shape]:
+    """The tensors of those units whose condition holds."""
+    for entry in entries:
+        unit = {"unit": entry} if isinstance(entry, str) else entry
+        if not _value(_parsed(unit.get("if", "1")), fields):
+            continue
+        rows = _table()["units"][unit["unit"]].items()
+        shapes = [(name, tuple(_dimension(size, fields) for size in sizes.split(" x "))) for name, sizes in rows]
+        times = _dimension(unit.get("times", "1"), fields)
+        _limit("experts", times, EXPERT_LIMIT)
+        for index in range(times):
+            for name, shape in shapes:
+                yield prefix + name.replace("*", str(index)), shape
+
+
+def _limit(what: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise ConfigError(f"config makes {count} {what}, more than the limit of {limit}", fix="restore config.json")
+
+
+def _ruled(family: Fields, fields: Fields, layer: int) -> Fields:
+    """The fields of a layer, with the names that the family's rules give to formulas."""
+    found = {**fields, "layer": layer}
+    for name, rule in family["rules"].items():
+        found[name] = _value(_parsed(rule), found)
+    return found
+
+
+def _filled(fields: Fields, family: Fields) -> dict[str, Any]:
+    """The fields, with the family's defaults for those that are missing."""
+    defaults = family["defaults"]
+    formulas = {name: default for name, default in defaults.items() if isinstance(default, str)}
+    found = {**{name: default for name, default in defaults.items() if name not in formulas}, **fields}
+    for name, formula in formulas.items():
+        if found.get(name) is None:
+            found[name] = _value(_parsed(formula), found)
+    return found
+
+
+def _text_key(config: Fields) -> str | None:
+    """The field that holds the language model's part of a config, if it is not all of it."""
+    return next((key for key in TEXT_CONFIGS if isinstance(config.get(key), Mapping)), None)
+
+
+def _vision(config: Fields) -> Fields:
+    vision = config.get("vision_config")
+    return vision if isinstance(vision, Mapping) else {}
+
+
+def _part_type(config: Fields, side: str, fields: Fields) -> str:
+    """The family of a part: what its own config says, unless that only repeats the name of the whole."""
+    named, whole = fields.get("model_type"), _model_type(config)
+    if named is None or named == whole:
+        return str(_family(whole)[side]["family"])
+    if "vision" in _family(str(named)):
+        raise ConfigError(f"config has a {named} as the {side} part of a {whole}", fix="restore config.json")
+    return str(named)
+
+
+def _model_type(config: Fields) -> str:
+    name = config.get("model_type")
+    if not isinstance(name, str):
+        raise ConfigError("config has no model_type", fix="copy config.json from the original model")
+    return name
+
+
+@cache
+def _family(name: str) -> dict[str, Any]:
+    """A row of shapes.toml with all that it has from the family it is like."""
+    table = _table()["families"]
+    if name not in table:
+        raise ConfigError(
+            f"the tensors of model type {name[:40]!r} are not known without its weights",
+            fix=f"give the folder or hub id of the weights; known are {', '.join(known_families())}",
+        )
+    row = table[name]
+    base = _family(row["like"]) if "like" in row else {}
+    merged = {key: {**base.get(key, {}), **row.get(key, {})} for key in ("defaults", "rules")}
+    return {**base, **row, **merged}
+
+
+def _dimension(formula: str, fields: Fields) -> int:
+    """The value of a formula that must be a positive whole number."""
+    value = _number(_parsed(formula), fields)
+    if value > 0 and value == int(value):
+        return int(value)
+    raise _no_count(formula, value)
+
+
+def _value(node: ast.expr, fields: Fields) -> Any:
+    """The value of a parsed formula: numbers, flags and words, and the few operators that shapes.toml uses."""
+    match node:
+        case ast.Constant():
+            return node.value
+        case ast.Name():
+            return _field(fields, node.id)
+        case ast.Attribute(value=ast.Name(id=part)):
+            return _field(fields[part], node.attr)
+        case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=int(index))):
+            pair = _field(fields, name)
+            return pair[index] if isinstance(pair, LISTS) and len(pair) == 2 else pair
+        case ast.UnaryOp(op=ast.Not()):
+            return not _value(node.operand, fields)
+        case ast.BoolOp():
+            decide = all if isinstance(node.op, ast.And) else any
+            return decide(_value(part, fields) for part in node.values)
+        case ast.BinOp():
+            return _arithmetic(node, fields)
+        case ast.Compare(ops=[comparison], comparators=[other]):
+            return _comparison(comparison, node.left, other, fields)
+    raise ValueError(f"shapes.toml has {ast.unparse(node)!r}, which is not understood")
+
+
+def _arithmetic(node: ast.BinOp, fields: Fields) -> Any:
+    left, right = _number(node.left, fields), _number(node.right, fields)
+    if right == 0 and not isinstance(node.op, ast.Add | ast.Mult):
+        raise _no_count(ast.unparse(node.right), right)
+    return ARITHMETIC[type(node.op)](left, right)
+
+
+def _comparison(kind: ast.cmpop, left: ast.expr, right: ast.expr, fields: Fields) -> bool:
+    if isinstance(kind, ast.Eq):
+        return bool(_value(left, fields) == _value(right, fields))
+    if isinstance(kind, ast.NotIn):
+        items = _value(right, fields)
+        return not isinstance(items, LISTS) or _value(left, fields) not in items
+    return bool(ORDER[type(kind)](_number(left, fields), _number(right, fields)))
+
+
+def _number(node: ast.expr, fields: Fields) -> int | float:
+    value = _value(node, fields)
+    if type(value) in (int, float) and isfinite(value):
+        return value  # type: ignore[no-any-return]
+    raise _no_count(ast.unparse(node), value)
+
+
+def _field(fields: Fields, name: str) -> Any:
+    """A field of the config: a count, a ratio, a flag, a word, nothing, or a list of counts."""
+    if name not in fields:
+        raise ConfigError(f"config has no {name}", fix="copy config.json from the original model")
+    value = fields[name]
+    for number in value if isinstance(value, LISTS) else [value]:
+        if type(number) in (int, float) and not 0 <= number < 1 << 31:
+            raise _no_count(name, number)
+    return value
+
+
+def _no_count(formula: str, value: Any) -> ConfigError:
+    return ConfigError(f"config gives {formula} as {str(value)[:40]!r}, not a count", fix="restore config.json")
+
+
+@cache
+def _parsed(formula: str) -> ast.expr:
+    return ast.parse(formula, mode="eval").body
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads(files("quantry.models").joinpath("shapes.toml").read_text(encoding="utf-8"))

@@ -1,0 +1,150 @@
+"""Where a job writes until it is done: `OUT.partial` beside OUT, renamed to OUT in one step at the end.
+
+Nothing half-written ever bears the final name. A killed job leaves finished shards behind; the next run of the same job
+(same model, recipe and version) takes them over, another job is told to remove them. A lock keeps two jobs apart.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantry.errors import OutputError, WeightError
+from quantry.models.writer import write_atomically
+
+RESERVE = 64 << 20  # bytes left free on the disk for everything else
+JOB = "quantry-job.json"
+DONE = ".done.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A shard that is complete."""
+
+    bytes: int
+    sha256: str
+
+
+class Workspace:
+    """The partial folder of one job."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def finished(self, shard: str) -> Finished | None:
+        """What is known of a shard that an earlier run completed."""
+        path = self.folder / shard
+        note = path.with_name(shard + DONE)
+        if not path.exists() or not note.exists():
+            return None
+        done = Finished(**json.loads(note.read_text()))
+        return done if path.stat().st_size == done.bytes else None
+
+    def finish(self, shard: str, done: Finished) -> None:
+        write_atomically(
+            self.folder / (shard + DONE), json.dumps({"bytes": done.bytes, "sha256": done.sha256}).encode()
+        )
+
+    def remember(self, what: str, facts: Mapping[str, Any]) -> None:
+        """Keeps what a run has found out for the runs that go on with the job; gone when the job is done."""
+        write_atomically(self.folder / (what + DONE), json.dumps(facts).encode())
+
+    def remembered(self, what: str) -> dict[str, Any]:
+        """What earlier runs have kept."""
+        path = self.folder / (what + DONE)
+        facts: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        return facts
+
+    def write(self, name: str, data: bytes) -> None:
+        write_atomically(self.folder / name, data)
+
+
+def check_target(out: Path) -> None:
+    """OUT must be new or empty, in a folder that can be written to."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise OutputError(f"{out} exists and is not an empty folder", fix="choose another output or remove it")
+    parent = next(folder for folder in out.absolute().parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise OutputError(f"{parent} cannot be written to", fix="choose another output or change its permissions")
+
+
+def check_room(out: Path, needed: int) -> None:
+    """The disk must hold what is still to be written."""
+    partial = _partial(out)
+    present = sum(file.stat().st_size for file in partial.iterdir()) if partial.is_dir() else 0
+    parent = next(folder for folder in out.absolute().parents if folder.exists())
+    free = shutil.disk_usage(parent).free
+    if needed - present + RESERVE > free:
+        raise OutputError(
+            f"{needed - present + RESERVE:,} bytes are needed in {parent} and {free:,} are free",
+            fix="free some space or choose an output on another disk",
+        )
+
+
+@contextmanager
+def workspace(out: Path, identity: Mapping[str, Any]) -> Iterator[Workspace]:
+    """The folder to write into; becomes OUT when the block ends without an error."""
+    partial = _partial(out)
+    try:
+        out.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with _lock(out):
+            _claim(partial, out, identity)
+            yield Workspace(partial)
+            for note in [*partial.glob("*" + DONE), *partial.glob("*.partial"), partial / JOB]:
+                note.unlink()
+            if out.exists():
+                out.rmdir()
+            partial.rename(out)
+            descriptor = os.open(out.absolute().parent, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+    except WeightError:  # no run of this job can succeed, so there is nothing to take up
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    except OSError as error:
+        raise OutputError(
+            f"cannot write {error.filename or partial}: {error.strerror}",
+            fix="mend that and run the same command again: finished shards are kept",
+        ) from error
+
+
+def _partial(out: Path) -> Path:
+    return out.with_name(out.name + ".partial")
+
+
+def _claim(partial: Path, out: Path, identity: Mapping[str, Any]) -> None:
+    """Takes over what the same job left, or starts anew."""
+    text = json.dumps(identity, indent=1, sort_keys=True).encode()
+    partial.mkdir(exist_ok=True)
+    job = partial / JOB
+    if job.exists():
+        if job.read_bytes() != text:
+            raise OutputError(
+                f"{partial} holds an unfinished job with another model, recipe or version",
+                fix=f"finish it with the same options, or remove {partial}",
+            )
+    elif any(file.name != JOB + ".partial" for file in partial.iterdir()):
+        raise OutputError(
+            f"{partial} is in the way and was not left by a job", fix="remove it or choose another output"
+        )
+    else:
+        write_atomically(job, text)
+
+
+@contextmanager
+def _lock(out: Path) -> Iterator[None]:
+    path = out.with_name(out.name + ".lock")
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise OutputError(f"another job is writing {out}", fix="wait for it or choose another output") from error
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""The predicted speed of a served model."""

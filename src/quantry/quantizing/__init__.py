@@ -1,0 +1,1 @@
+"""Quantizing: from a recipe to a written artefact."""

@@ -1,0 +1,351 @@
+"""How much the outputs of a model's layers matter to its predictions: the diagonal of the Fisher information.
+
+When the weight W of a linear layer becomes W + D, the next-token probabilities move by a Kullback-Leibler divergence of
+about half of D's quadratic form in the Fisher information. With one number f for each row (the mean square of the
+gradient of log p(y) with respect to that output, y drawn from the model's own prediction and not from a text) and the
+Gram matrix G of the layer's input, that is `1/2 sum_r f_r D_r G D_r'` nats a token. Left out are correlations between
+rows, between tokens, and between the size of a gradient and of an input.
+
+For the head the expectation over y is exact: p (1 - p) for every row. An embedding's row is used by its own token
+alone, so it counts as often as that token occurs.
+
+One block's weights are in memory at a time: a walk forward that keeps what comes to each block, the head, then the
+blocks from the last to the first, each run again for the gradients of its outputs. Blocks that read what an earlier
+block has computed besides its hidden states (keys shared between layers) hand no gradient back on that way.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from quantry.blockwise.walk import CPU, Batch, Block, LinearOutputs, Place, Source, Walk, mapped
+from quantry.errors import QuantryError
+from quantry.models.linears import QUANTIZED_PARTS
+from quantry.models.parts import part_of
+from quantry.quantizing.calibration.observe import OTHER, add_gram, modules
+from quantry.quantizing.calibration.resumable_walk import MEMORY, Progress
+from quantry.quantizing.calibration.store import Store, checksum, put
+
+FILE = "fisher.safetensors"
+DRAWN = 256  # positions for which a token is drawn at a time: 0.3 GB of float64 for 150,000 tokens
+CHUNK = 1 << 24  # weights whose damage is summed at a time
+WINDOWS = 1_000_003  # seeds apart, so that no window draws what another one draws with the next seed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fisher:
+    """Sums over the tokens that reached a layer, divided by all tokens; float32, on the CPU.
+
+    So an expert that few tokens reach counts little, and one that none has reached not at all.
+    """
+
+    tokens: int
+    outputs: Mapping[str, Tensor]  # module as the checkpoint names it -> (rows,)
+    embedding: Tensor  # (channels,)
+    frequency: Tensor  # (vocabulary,): how often each token occurs
+    head: Tensor  # (rows,)
+    gram: Tensor  # (channels, channels), of the head's input
+
+
+def fisher(
+    source: Source,
+    windows: Sequence[Sequence[int]],
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    draws: int = 1,
+    batch: int = 4,
+    memory: int = MEMORY,
+    scratch: Path | None = None,
+    progress: Progress | None = None,
+) -> Fisher:
+    """The Fisher information of a model on some windows, each of which is run `draws` times with other tokens drawn.
+
+    What comes to all blocks stays in main memory up to `memory` bytes, else in files in `scratch`.
+    """
+    walk = Walk(source, device=device, dtype=dtype, batch=batch, memory=memory, scratch=scratch)
+    runs = [window for _ in range(draws) for window in windows]
+    tokens = sum(map(len, runs))
+    total = 2 * walk.count + 1
+
+    def tell(done: int, name: str) -> None:
+        if progress:
+            progress(done, total, name)
+
+    kept = []
+    for block in walk.blocks(runs):
+        tell(block.index, block.name)
+        kept.append(_kept(walk, memory, scratch))
+    tell(walk.count, "the head")
+    head, gram = _head(walk, seed)
+    outputs: dict[str, Tensor] = {}
+    for index in reversed(range(walk.count)):
+        with walk.block(index) as block:
+            tell(total - 1 - index, f"gradients of {block.name}")
+            outputs |= _block(walk, block, kept.pop())
+    counts = torch.bincount(torch.tensor([token for window in runs for token in window]), minlength=walk.skeleton.rows)
+    return Fisher(
+        tokens=tokens,
+        outputs={name: _mean(sums, tokens) for name, sums in outputs.items()},
+        embedding=_mean(_embedding(walk), tokens),
+        frequency=_mean(counts, tokens),
+        head=_mean(head, tokens),
+        gram=_mean(gram, tokens),
+    )
+
+
+def _mean(sums: Tensor, tokens: int) -> Tensor:
+    return (sums.double() / tokens).float().to(CPU)
+
+
+def _kept(walk: Walk, memory: int, scratch: Path | None) -> list[Tensor]:
+    """A copy of what has come to a block, for each batch."""
+    states = [batch.hidden for batch in walk.batches]
+    if walk.count * sum(state.nbytes for state in states) <= memory:
+        return [state.to(CPU, copy=True) for state in states]
+    room = mapped(sum(state.numel() for state in states), states[0].dtype, scratch)
+    parts = torch.split(room, [state.numel() for state in states])
+    return [part.view(state.shape).copy_(state) for part, state in zip(parts, states, strict=True)]
+
+
+# ---- the head ----
+
+
+def _head(walk: Walk, seed: int) -> tuple[Tensor, Tensor]:
+    """Sums over tokens for the head's rows and its input; the last hidden states make way for their gradients."""
+    skeleton = walk.skeleton
+    with skeleton.loaded(skeleton.after), torch.enable_grad():
+        skeleton.model.requires_grad_(False)
+        end = _End(skeleton.model.get_output_embeddings())
+        for batch in walk.batches:
+            gradients = []
+            for row, window in enumerate(batch.windows):
+                hidden = batch.hidden[row : row + 1].detach().to(skeleton.device).requires_grad_()
+                with end.watched():
+                    logits = skeleton.tail(batch.tokens[row : row + 1], hidden, nullcontext())
+                gradients.append(end.gradient(logits, hidden, seed * WINDOWS + window))
+            walk.keep(batch, torch.cat(gradients))
+    return end.sums()
+
+
+class _End:
+    """What is behind the last block: its logits' gradients, and sums for the head."""
+
+    def __init__(self, head: nn.Module | None) -> None:
+        if head is None:
+            raise QuantryError("the model has no head whose rows are tokens", fix=OTHER)
+        self._module = head
+        self._seen: list[tuple[Tensor, Tensor]] = []
+        self._rows = self._gram = torch.zeros(0)
+
+    def watched(self) -> LinearOutputs:
+        self._seen.clear()
+        return LinearOutputs(self._module, "", lambda name, expert, inputs, output: self._seen.append((inputs, output)))
+
+    def gradient(self, logits: Tensor, hidden: Tensor, seed: int) -> Tensor:
+        """The gradient of log p(y) of all positions of a window with respect to its last hidden states."""
+        if len(self._seen) != 1:
+            raise QuantryError("the head is no plain linear layer", fix=OTHER)
+        inputs, output = self._seen.pop()
+        (slope,) = torch.autograd.grad(logits, output, torch.ones_like(logits), retain_graph=True)
+        with torch.no_grad():
+            probabilities = logits.softmax(-1)
+            self._add(probabilities, slope.reshape(logits.shape), inputs.reshape(-1, inputs.shape[-1]))
+            wanted = -probabilities
+            drawn = draw(probabilities, seed)
+            wanted[torch.arange(len(drawn), device=drawn.device), drawn] += 1
+        (gradient,) = torch.autograd.grad(logits, hidden, wanted)
+        return gradient
+
+    def _add(self, probabilities: Tensor, slope: Tensor, inputs: Tensor) -> None:
+        """Logits may be the head's outputs scaled or bent, each on its own: `slope` is what of a step is left."""
+        if not self._rows.numel():
+            self._rows = torch.zeros(probabilities.shape[-1], dtype=torch.float64, device=inputs.device)
+            self._gram = torch.zeros(inputs.shape[1], inputs.shape[1], device=inputs.device)
+        curvature = probabilities.mul(1 - probabilities).mul_(slope.float().square())
+        self._rows += curvature.sum(0, dtype=torch.float64)
+        add_gram(self._gram, inputs)
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        return self._rows, self._gram.triu() + self._gram.triu(1).T
+
+
+def draw(probabilities: Tensor, seed: int) -> Tensor:
+    """A token for each row of (positions, vocabulary), the same on every device but for rounding."""
+    uniform = torch.rand(len(probabilities), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    found = []
+    chances = torch.split(uniform.to(probabilities.device), DRAWN)
+    for part, chance in zip(torch.split(probabilities, DRAWN), chances, strict=True):
+        reached = part.double().cumsum(-1)
+        found.append(torch.searchsorted(reached, chance[:, None] * reached[:, -1:], right=True)[:, 0])
+    return torch.cat(found).clamp(max=probabilities.shape[-1] - 1)
+
+
+# ---- blocks and the embedding ----
+
+
+def _block(walk: Walk, block: Block, states: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Sums of squared gradients of a block's linear outputs; gradients of what it gives become those of its input."""
+    squares = _Squares()
+    block.module.requires_grad_(False)
+    for batch, state in zip(walk.batches, states, strict=True):
+        walk.keep(batch, _back(walk, block, batch, state, squares))
+    return squares.named(block)
+
+
+@torch.enable_grad()
+def _back(walk: Walk, block: Block, batch: Batch, state: Tensor, squares: "_Squares") -> Tensor:
+    device = walk.skeleton.device
+    hidden = state.detach().to(device).requires_grad_()
+    with LinearOutputs(block.module, block.name, squares.made):
+        output = block.apply(batch, hidden)
+    (gradient,) = torch.autograd.grad(output, hidden, batch.hidden.to(device))
+    return gradient
+
+
+class _Squares:
+    """Sums of the squared gradients of linear outputs, by the place of the layer."""
+
+    def __init__(self) -> None:
+        self._sums: dict[Place, Tensor] = {}
+        self._seen: set[str] = set()
+
+    def made(self, name: str, expert: int | None, inputs: Tensor, output: Tensor) -> None:
+        """Takes note of a layer's output, and later of the gradient that comes to it."""
+        self._seen.add(name)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self._add((name, expert), gradient))  # type: ignore[no-untyped-call]
+
+    def _add(self, place: Place, gradient: Tensor) -> None:
+        exact = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        sums = exact.reshape(-1, exact.shape[-1]).square().sum(0, dtype=torch.float64)
+        self._sums[place] = self._sums[place] + sums if place in self._sums else sums
+
+    def named(self, block: Block) -> dict[str, Tensor]:
+        """By module of the checkpoint; of several in one parameter (gate and up) each has an equal part of the rows."""
+        found: dict[str, Tensor] = {}
+        shapes = {
+            name.removesuffix(".weight"): weight.shape
+            for name, weight in block.module.named_parameters(prefix=block.name)
+            if weight.ndim in (2, 3)
+        }
+        for place, names in modules(block).items():
+            if place[0] not in self._seen and part_of(f"{names[0]}.weight", 1 << 20) in QUANTIZED_PARTS:
+                raise QuantryError(f"the output of {names[0]} is not seen: it is no plain linear layer", fix=OTHER)
+            sums = self._sums.get(place, torch.zeros(shapes[place[0]][-2], dtype=torch.float64)).to(CPU)
+            found |= dict(zip(names, sums.chunk(len(names)), strict=True))
+        return found
+
+
+def _embedding(walk: Walk) -> Tensor:
+    """Sums of the squared gradients of the embedding's rows, before anything is done with them."""
+    skeleton, sums = walk.skeleton, torch.zeros(0)
+    with skeleton.loaded(skeleton.before), torch.enable_grad():
+        skeleton.model.requires_grad_(False)
+        for batch in walk.batches:
+            rows = _Rows(skeleton.model.get_input_embeddings().weight)
+            with rows:
+                hidden, _ = skeleton.head_start(batch.tokens)
+            (gradient,) = torch.autograd.grad(hidden, rows.found[-1], batch.hidden.to(skeleton.device))
+            exact = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+            new = exact.reshape(-1, exact.shape[-1]).square().sum(0, dtype=torch.float64)
+            sums = sums + new if sums.numel() else new
+    return sums
+
+
+class _Rows(TorchFunctionMode):
+    """Catches the rows that are looked up in an embedding, so that gradients with respect to them can be had."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self._place = weight.data_ptr()
+        self.found: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func is nn.functional.embedding and args[1].data_ptr() == self._place:
+            output = output.detach().requires_grad_()
+            self.found.append(output)
+        return output
+
+
+# ---- damage ----
+
+
+def _parts(matrix: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Some rows of a matrix at a time, and the numbers that go with them."""
+    step = max(1, CHUNK // matrix.shape[1])
+    return zip(torch.split(matrix, step), torch.split(rows.to(matrix.device), step), strict=True)
+
+
+def damage(error: Tensor, rows: Tensor, gram: Tensor) -> float:
+    """What an error (rows, columns) of a linear's weight costs, in nats a token."""
+    total = 0.0
+    for part, weight in _parts(error, rows):
+        exact = part.float()
+        total += float((((exact @ gram) * exact).sum(1).double() * weight.double()).sum())
+    return max(0.0, total / 2)
+
+
+def input_damage(weight: Tensor, rows: Tensor, gram: Tensor, noise: float) -> float:
+    """The same for rounding the input, whose channels err on their own by `noise`, a mean square of their own size."""
+    total = 0.0
+    for part, row in _parts(weight, rows):
+        total += float(((part.float().square() @ gram.diagonal()).double() * row.double()).sum())
+    return max(0.0, noise * total / 2)
+
+
+def embedding_damage(error: Tensor, frequency: Tensor, channels: Tensor) -> float:
+    """The same for an embedding: `frequency` is of its rows, `channels` what is known of its output."""
+    total = 0.0
+    for part, often in _parts(error, frequency):
+        total += float(((part.float().square() @ channels.to(error.device)).double() * often.double()).sum())
+    return max(0.0, total / 2)
+
+
+# ---- the store ----
+
+
+def stored(store: Store | None, key: str, compute: Callable[[], Fisher]) -> Fisher:
+    """What is in the store under this key (a fingerprint of all that it depends on), else computed and put there."""
+    if store is None:
+        return compute()
+    path = store.folder / key / FILE
+    found = _load(path)
+    if found is None:
+        found = compute()
+        put(store, path, _pack(found))
+    return found
+
+
+def _pack(found: Fisher) -> bytes:
+    parts = {"embedding": found.embedding, "frequency": found.frequency, "head": found.head, "gram": found.gram}
+    tensors = {f"output.{number}": rows for number, rows in enumerate(found.outputs.values())} | parts
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    facts = {"tokens": found.tokens, "modules": list(found.outputs), "checksum": checksum(tensors)}
+    return bytes(save(tensors, {"quantry": json.dumps(facts)}))
+
+
+def _load(path: Path) -> Fisher | None:
+    """A stored file, or nothing if it is not what was written."""
+    try:
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            facts: dict[str, Any] = json.loads(file.metadata()["quantry"])
+        if facts["checksum"] != checksum(tensors):
+            return None
+        outputs = {module: tensors[f"output.{number}"] for number, module in enumerate(facts["modules"])}
+        rest = {name: tensors[name] for name in ("embedding", "frequency", "head", "gram")}
+        return Fisher(tokens=facts["tokens"], outputs=outputs, **rest)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError):
+        return None

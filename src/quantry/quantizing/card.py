@@ -1,0 +1,196 @@
+"""What a finished job says of itself: quantry.json for programs, the model card for people. No clock, no host: the same
+job gives the same bytes.
+"""
+
+import json
+import platform
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from quantry import __version__
+from quantry.errors import OutputError
+from quantry.models.workspace import Finished
+from quantry.models.writer import write_atomically
+from quantry.quantizing.recipe import Preset, Recipe
+from quantry.quantizing.tensor_plan import Division
+from quantry.types import Anatomy, Artefact
+
+SECTION = ("<!-- proof -->", "<!-- end of proof -->")  # of the model card
+FIGURES = {  # of a proof -> how the card calls them, and how they are written
+    "kl": ("mean KL divergence", ".4f"),
+    "kl_median": ("median KL divergence", ".4f"),
+    "kl_p99": ("99th percentile of KL divergence", ".3f"),
+    "top1": ("same first token", ".1%"),
+    "perplexity": ("perplexity", ".3f"),
+}
+
+
+def plan(source: str, out: Path, recipe: Recipe, anatomy: Anatomy, division: Division) -> Artefact:
+    """What a job will give, known before it starts."""
+    return Artefact(
+        source=source,
+        path=str(out),
+        preset=recipe.name,
+        format=recipe.format,
+        parameters=anatomy.parameters,
+        source_bytes=anatomy.bytes,
+        bytes=division.bytes,
+        bits_per_weight=round(8 * division.bytes / anatomy.parameters, 4),
+        quantized_layers=len(division.assignment),
+        kept_tensors=sum(fate.startswith(("kept", "cast")) for fate in division.fates.values()),
+    )
+
+
+def finish(planned: Artefact, files: Mapping[str, Finished], notes: tuple[str, ...]) -> Artefact:
+    return replace(planned, files={name: asdict(done) for name, done in files.items()}, notes=notes)
+
+
+def as_json(artefact: Artefact, recipe: Recipe, division: Division) -> str:
+    """quantry.json: recipe, versions, hashes, sizes, and the fate of every source tensor."""
+    content = {
+        "quantry": __version__,
+        "versions": {"python": platform.python_version(), "torch": version("torch")},
+        **{key: value for key, value in artefact.to_dict().items() if key not in ("path", "source")},
+        "source": Path(artefact.source).name,
+        "recipe": recipe.to_dict(),
+        "fates": _fates(division),
+    }
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _fates(division: Division) -> dict[str, list[str]]:
+    fates: dict[str, list[str]] = {}
+    for name, fate in division.fates.items():
+        fates.setdefault(fate, []).append(name)
+    return fates
+
+
+def as_markdown(artefact: Artefact, recipe: Recipe, division: Division) -> str:
+    """The model card."""
+    counts = Counter(fate.partition(":")[0] for fate in division.fates.values())
+    rules = "".join(f"| {match} | {what} |\n" for match, what in _rules(recipe))
+    name = Path(artefact.source).name
+    return f"""---
+base_model: {name}
+library_name: transformers
+tags: [quantized, quantry, {artefact.preset}]
+---
+# {name}, {artefact.preset}
+
+{recipe.about}. Made with Quantry {__version__} from the 16-bit model; stored as {artefact.format}.
+
+| | |
+|---|---|
+| parameters | {artefact.parameters:,} |
+| size | {artefact.bytes:,} bytes, {artefact.bytes / artefact.source_bytes:.1%} of the original |
+| bits a weight | {artefact.bits_per_weight:.3f}, scales and unquantized parts included |
+| linear layers quantized | {artefact.quantized_layers} |
+| source tensors | {", ".join(f"{count} {fate}" for fate, count in counts.items())} |
+{rules}
+{"".join(f"{note}{chr(10)}" for note in artefact.notes)}
+`quantry.json` has the recipe, the versions, the SHA-256 of each shard and the fate of every tensor.
+"""
+
+
+def _rules(recipe: Recipe) -> list[tuple[str, str]]:
+    """The rules, or how often each thing is ruled where there is one for every layer."""
+    told = [(rule.match, rule.type or (_grouped(rule.preset) if rule.preset else "16 bit")) for rule in recipe.rules]
+    if recipe.budget:
+        return [(what, f"{count} rules") for what, count in Counter(what for _, what in told).most_common()]
+    return [(f"`{match}`", what) for match, what in told]
+
+
+def _grouped(preset: Preset) -> str:
+    rows, columns = preset.scheme.weight.block
+    return f"{preset.name}, groups of {columns}" if rows == 1 and columns else preset.name
+
+
+def record_proof(folder: Path, proof: Mapping[str, Any]) -> bool:
+    """Puts a proof (types.Proof as a dict) into quantry.json and the model card, in place of an older one.
+
+    An artefact without quantry.json was made by another tool and is left as it is; then False is returned.
+    """
+    note, card = folder / "quantry.json", folder / "README.md"
+    if not note.is_file():
+        return False
+    kept = {key: value for key, value in proof.items() if key != "artefact"}
+    if "reference" in kept:
+        kept["reference"] = Path(kept["reference"]).name  # as with the source: no paths of this machine
+    try:
+        content = {**json.loads(note.read_text()), "proof": kept}
+        text = card.read_text() if card.is_file() else ""
+        write_atomically(note, (json.dumps(content, indent=2) + "\n").encode())
+        write_atomically(card, _with_section(text, proof_section(kept)).encode())
+    except ValueError as error:
+        raise OutputError(
+            f"{note} is not JSON ({str(error)[:80]})", fix="write the artefact again with quantry quantize"
+        ) from error
+    except OSError as error:
+        raise OutputError(
+            f"cannot write {error.filename or note}: {error.strerror}", fix="mend that, or verify without recording"
+        ) from error
+    return True
+
+
+def proof_section(proof: Mapping[str, Any]) -> str:
+    """The proof for people."""
+    served: Mapping[str, Any] = proof.get("served") or {}
+    verdict = "Passes" if proof.get("verdict") == "pass" else "**Fails**"
+    text = proof.get("text") or {}
+    columns = ["decoded", f"served by {served.get('engine')} {served.get('version', '')}".strip()][: 1 + bool(served)]
+    rows = [
+        f"| {words} | {' | '.join(_figure(side, name, style) for side in (proof, served)[: len(columns)])} |"
+        for name, (words, style) in FIGURES.items()
+    ]
+    where = f" on {text['name']} ({text.get('positions', 0):,} positions)" if "name" in text else ""
+    parts = [
+        f"## Proof\n\n{verdict} the gate *{proof.get('gate')}*, held against {proof.get('reference')}{where}.",
+        "\n".join([f"| | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|", *rows]),
+        f"The reference has a perplexity of {_number(proof, 'reference_perplexity', '.3f')};"
+        f" in 16-bit arithmetic it differs from itself by a KL of {_number(proof, 'noise_floor', '.2g')}.",
+        _memory(proof.get("memory") or {}),
+        "\n".join(f"- {finding['words']}" for finding in proof.get("findings", ()) if not finding.get("ok", True)),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _with_section(text: str, section: str) -> str:
+    """The card with its section replaced, or put at its end."""
+    begin, end = SECTION
+    whole = f"{begin}\n{section}{end}\n"
+    older = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}\n?", re.DOTALL)
+    if older.search(text):
+        return older.sub(lambda _: whole, text, count=1)
+    return f"{text.rstrip()}\n\n{whole}" if text.strip() else whole
+
+
+def _figure(side: Mapping[str, Any], name: str, style: str) -> str:
+    """A number with its confidence interval, if it has one."""
+    bounds = (side.get("intervals") or {}).get(name)
+    reach = f" ({bounds[0]:{style}} to {bounds[1]:{style}})" if bounds else ""
+    return _number(side, name, style) + reach
+
+
+def _number(side: Mapping[str, Any], name: str, style: str) -> str:
+    value = side.get(name)
+    return "-" if value is None else f"{value:{style}}"
+
+
+def _memory(memory: Mapping[str, Any]) -> str:
+    """Predicted bytes beside those that the engine reported; each side by part."""
+    predicted, measured = memory.get("predicted") or {}, memory.get("measured") or {}
+    names = list(dict.fromkeys([*predicted, *measured]))
+    if not names:
+        return ""
+    rows = [f"| {name.replace('_', ' ')} | {_bytes(predicted, name)} | {_bytes(measured, name)} |" for name in names]
+    return "\n".join(["| memory, bytes | predicted | measured |", "|---|---|---|", *rows])
+
+
+def _bytes(side: Mapping[str, Any], name: str) -> str:
+    value = side.get(name)
+    return f"{value:,}" if isinstance(value, int) else "-"

@@ -1,0 +1,1 @@
+"""Containers: how stored tensors lie in files."""

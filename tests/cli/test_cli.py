@@ -1,0 +1,229 @@
+"""The command line: frozen flags and JSON names, errors in one line, and nothing heavy imported at the start."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import quantry
+from conftest import LLAMA, MakeFolder
+from quantry import registry
+from quantry.cli import app
+from quantry.errors import UnknownNameError
+
+HEAVY = {"torch", "transformers", "numpy", "gguf", "huggingface_hub", "safetensors", "tokenizers", "xllamacpp", "httpx"}
+
+
+def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "quantry", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "COLUMNS": "100", "HF_HUB_OFFLINE": "1", **(env or {})},
+    )
+
+
+def imported(*arguments: str) -> set[str]:
+    """The top-level packages that a run of the command imports."""
+    code = (
+        "import sys; from quantry.cli import main; sys.argv[1:] = sys.argv[1:]\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print('MODULES', *{name.partition('.')[0] for name in sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    return set(done.stdout.rpartition("MODULES ")[2].split())
+
+
+def test_public_names_are_frozen() -> None:
+    assert set(quantry.__all__) == {
+        "Anatomy", "Artefact", "Device", "Difference", "Hardware", "Proof", "QuantryError", "__version__", "bench", "convert",
+        "diff", "hardware", "inspect", "matrix", "plan", "presets", "quantize", "run", "sensitivity", "serve", "sweep", "tune",
+        "verify",
+    }  # fmt: skip
+    for name in quantry.__all__:
+        assert getattr(quantry, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = quantry.nothing
+
+
+def test_flags_are_frozen() -> None:
+    import typer.main
+
+    group = typer.main.get_command(app)
+    flags = {
+        name: sorted(option for parameter in command.params for option in parameter.opts)
+        for name, command in group.commands.items()  # type: ignore[attr-defined]
+    }
+    assert flags == {
+        "bench": [
+            "--answer-tokens", "--api-key", "--chat", "--concurrency", "--dataset", "--guidellm-python", "--json", "--model",
+            "--output", "--prompt-tokens", "--rate", "--requests", "--seconds", "--seed", "--shared-prefix", "--slo", "--timeout",
+            "--tokenizer", "-o", "url",
+        ],
+        "chat": ["--api-key", "--max-tokens", "--model", "--system", "--temperature", "url"],
+        "convert": ["--dry-run", "--json", "--output", "--requantize", "--to", "-o", "source"],
+        "diff": ["--device", "--json", "--length", "--text", "--windows", "a", "b"],
+        "hardware": ["--gpu", "--json"],
+        "inspect": ["--json", "model"],
+        "matrix": ["--json", "name"],
+        "plan": [
+            "--budget", "--concurrency", "--context", "--engine", "--for", "--gpu", "--json", "--output", "-o", "model",
+        ],
+        "presets": ["--json"],
+        "quantize": [
+            "--budget", "--data", "--device", "--dry-run", "--format", "--gpu", "--group", "--imatrix", "--input-scales", "--json",
+            "--keep-odd", "--kv", "--length", "--low-memory", "--output", "--plan", "--preset", "--recipe", "--report",
+            "--rounder", "--samples", "--sequential", "--transform", "-o", "model",
+        ],
+        "run": [
+            "--ask", "--budget", "--context", "--device", "--engine", "--engine-python", "--for", "--gpu", "--json", "--output",
+            "--port", "--serve", "--text", "--windows", "--yes", "-o", "-y", "model",
+        ],
+        "sensitivity": [
+            "--data", "--device", "--format", "--grids", "--json", "--length", "--rounder", "--samples", "--transform", "model",
+        ],
+        "serve": [
+            "--api-key", "--batch-tokens", "--cache-gib", "--chunked-prefill", "--context", "--draft", "--draft-tokens",
+            "--dry-run", "--dtype", "--eager", "--engine", "--engine-bin", "--engine-python", "--engine-version", "--explain",
+            "--head", "--host", "--image", "--json", "--kv", "--log", "--lookup", "--name", "--nodes", "--offload-layers",
+            "--parallel", "--patience", "--pipeline-parallel", "--port", "--prefix-cache", "--quantization", "--quiet",
+            "--tensor-parallel", "--threads", "--trust-remote-code", "--utilization", "extra", "model",
+        ],
+        "sweep": [
+            "--data", "--device", "--engine", "--engine-python", "--gate", "--group", "--json", "--length", "--output", "--peers",
+            "--presets", "--rounder", "--samples", "--text", "--verify-length", "--windows", "-o", "model",
+        ],
+        "tune": [
+            "--answer-tokens", "--cache-gib", "--chat", "--concurrency", "--context", "--dataset", "--draft", "--engine",
+            "--engine-bin", "--engine-python", "--guidellm-python", "--image", "--json", "--others", "--output", "--parallel",
+            "--prompt-tokens", "--requests", "--shared-prefix", "--slo", "--switches", "--tensor-parallel", "--threads",
+            "--tokenizer", "--utilization", "-o", "artefact", "extra",
+        ],
+        "verify": [
+            "--device", "--engine", "--engine-python", "--gate", "--json", "--judge", "--judge-key", "--judge-model", "--length",
+            "--limit", "--max-tokens", "--prompts", "--reference", "--report", "--tasks", "--text", "--windows", "artefact",
+        ],
+    }  # fmt: skip
+
+
+def test_json_names_are_frozen(make_folder: MakeFolder) -> None:
+    done = run("inspect", str(make_folder()), "--json")
+    anatomy = json.loads(done.stdout)
+    assert set(anatomy) == {
+        "source", "format", "architecture", "parameters", "bytes", "bits_per_weight", "tensors", "blocks", "context_length",
+        "kv_bytes_per_token", "kv_layers", "parts", "tied_head", "quantization", "tokenizer", "chat_template",
+    }  # fmt: skip
+    assert set(anatomy["parts"][0]) == {"name", "tensors", "parameters", "bytes", "dtypes"}
+    assert set(anatomy["kv_layers"][0]) == {"kind", "layers", "bytes_per_token", "window", "state_bytes"}
+
+
+def test_the_command_is_the_function(make_folder: MakeFolder) -> None:
+    folder = make_folder()
+    assert json.loads(run("inspect", str(folder), "--json").stdout) == json.loads(
+        json.dumps(quantry.inspect(folder).to_dict())
+    )
+
+
+def test_help_imports_nothing_heavy() -> None:
+    assert not imported("--help") & HEAVY
+
+
+def test_inspect_imports_no_torch(make_folder: MakeFolder, gguf_file: Path) -> None:
+    assert not imported("inspect", str(make_folder()), "--json") & HEAVY
+    assert not imported("inspect", str(gguf_file)) & {"torch", "transformers"}
+
+
+def test_picture(make_folder: MakeFolder) -> None:
+    done = run("inspect", str(make_folder()))
+    assert done.returncode == 0
+    for words in ("LlamaForCausalLM, 2 blocks", "tied to the embedding", "2 full layers", "MLP", "█", "missing"):
+        assert words in done.stdout
+
+
+def pickle_only(folder: Path) -> Path:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+    return folder
+
+
+def truncated(folder: Path) -> Path:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    return folder
+
+
+def without_weights(folder: Path) -> Path:
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+def without_config(folder: Path) -> Path:
+    (folder / "config.json").unlink()
+    return folder
+
+
+def not_gguf(folder: Path) -> Path:
+    (folder / "x.gguf").write_bytes(b"hello, this is no GGUF file at all")
+    return folder / "x.gguf"
+
+
+def misspelt(folder: Path) -> Path:
+    return folder.parent / "modle"
+
+
+FAULTS = {
+    pickle_only: "only pickled weights",
+    truncated: "but its header describes",
+    without_weights: "holds no weights",
+    without_config: "has no config.json",
+    not_gguf: "starts with b'hell'",
+    misspelt: "did you mean",
+}
+
+
+@pytest.mark.parametrize("spoil", FAULTS, ids=lambda spoil: spoil.__name__)
+def test_bad_input_is_one_line_and_exit_2(make_folder: MakeFolder, spoil: "type") -> None:
+    done = run("inspect", str(spoil(make_folder())))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert FAULTS[spoil] in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("model", ["", "no/such/place", "/no/such", "x" * 5000, "a\nb", "model.gguf", "org/name"])
+def test_absent_models(model: str) -> None:
+    done = run("inspect", model)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+
+
+def test_unreadable_values_do_not_leak_a_traceback(make_folder: MakeFolder) -> None:
+    folder = make_folder({**LLAMA, "num_key_value_heads": {"a": [1]}, "tie_word_embeddings": 7})
+    done = run("inspect", str(folder))
+    assert (done.returncode, done.stderr.count("Traceback")) == (2, 0)
+
+
+def test_unknown_plugin_is_answered_with_the_choices() -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown cli 'inspct'; did you mean inspect\?"):
+        registry.load("quantry.cli", "inspct")
+    with pytest.raises(UnknownNameError, match="choose one of: bench, chat, convert, diff, hardware"):
+        registry.load("quantry.cli", "zzz")
+    assert registry.load("quantry.cli", "inspect").__name__ == "quantry.cli.inspect"
+
+
+def test_version() -> None:
+    assert run("--version").stdout == f"quantry {quantry.__version__}\n"
+
+
+def test_no_module_hides_a_function() -> None:
+    """Importing a module named like a function would replace the function."""
+    code = "import quantry, importlib\nfor n in quantry.__all__:\n    getattr(quantry, n)\nassert callable(quantry.inspect)\n"
+    code += "import quantry.jobs.quantize, quantry.quantizing.convert, quantry.cli\nfor n in ('inspect', 'quantize', 'convert', 'presets'):\n"
+    code += "    assert type(getattr(quantry, n)).__name__ == 'function', n\n"
+    subprocess.run([sys.executable, "-c", code], check=True)

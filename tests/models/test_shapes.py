@@ -1,0 +1,497 @@
+"""Models without weights: tensors held against what transformers saves, counts against the published ones."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from importlib.resources import files
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from conftest import LLAMA, PARAMETERS, MakeFolder
+from quantry.errors import CheckpointError, ConfigError, ModelNotFoundError, QuantryError
+from quantry.models.anatomy import dissect
+from quantry.models.shapes import complete, known_families, tensors_of
+from quantry.planning.models import find_model, from_config, known_models, open_model
+
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 256,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+MLA = {
+    "kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 24,
+    "n_routed_experts": 4, "n_shared_experts": 2, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1, "moe_intermediate_size": 32, "num_key_value_heads": 4,
+}  # fmt: skip
+LANGUAGE: dict[str, dict[str, Any]] = {
+    "llama": {}, "mistral": {}, "mixtral": EXPERTS, "qwen2": {}, "qwen2_moe": EXPERTS, "qwen3": {}, "qwen3_moe": EXPERTS,
+    "gemma": {}, "gemma2": {}, "gemma3_text": {}, "phi3": {}, "smollm3": {}, "olmo2": {}, "granite": {},
+    "deepseek_v2": MLA, "deepseek_v3": MLA, "gpt_oss": EXPERTS,
+}  # fmt: skip
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "wide heads, biases, tied": {
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 24, "attention_bias": True, "mlp_bias": True,
+        "qkv_bias": False, "tie_word_embeddings": True, "num_hidden_layers": 4, "decoder_sparse_step": 2,
+        "mlp_only_layers": [1], "q_lora_rank": None, "first_k_dense_replace": 3,
+    },
+    "no grouping, one layer, untied": {
+        "num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": False, "num_hidden_layers": 1,
+        "n_shared_experts": 1, "first_k_dense_replace": 0,
+    },
+}  # fmt: skip
+CLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+MROPE = {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+QWEN = {"depth": 2, "num_heads": 2, "patch_size": 14}
+VISION: dict[str, dict[str, Any]] = {
+    "gemma3": {"vision_config": CLIP, "mm_tokens_per_image": 1},
+    "gemma3 without a head": {"vision_config": {**CLIP, "vision_use_head": False}, "mm_tokens_per_image": 1},
+    "llava": {"text_config": {"model_type": "llama"}, "vision_config": {**CLIP, "model_type": "clip_vision_model"}},
+    "llava of mistral": {"text_config": {"model_type": "mistral"}, "vision_config": {**CLIP, "model_type": "siglip_vision_model"}, "multimodal_projector_bias": False},
+    "mistral3": {"text_config": {"model_type": "mistral"}, "vision_config": {**CLIP, "model_type": "pixtral"}},
+    "qwen2_vl": {"text_config": MROPE, "vision_config": {**QWEN, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 3}},
+    "qwen2_5_vl": {"text_config": MROPE, "vision_config": {**QWEN, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48}},
+    "internvl": {"text_config": {"model_type": "qwen2"}, "vision_config": {**CLIP, "image_size": [28, 42], "patch_size": [14, 14]}},
+    "internvl with norms": {
+        "text_config": {"model_type": "llama"}, "downsample_ratio": 0.25,
+        "vision_config": {**CLIP, "use_qk_norm": True, "norm_type": "rms_norm", "attention_bias": True, "use_mean_pooling": False, "use_mask_token": True},
+    },
+}  # fmt: skip
+Saved = tuple[dict[str, tuple[int, ...]], dict[str, Any]]
+
+
+def save(config: Any, auto: Any, folder: Path) -> Saved:
+    """The tensors and the config.json that transformers writes for a model."""
+    auto.from_config(config).save_pretrained(folder)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    return shapes, json.loads((folder / "config.json").read_text())
+
+
+def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    tensors = tensors_of(config)
+    assert len({tensor.name for tensor in tensors}) == len(tensors)
+    return {tensor.name: tensor.shape for tensor in tensors}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("family", LANGUAGE)
+def test_tensors_are_those_that_transformers_saves(family: str, variant: str, tmp_path: Path) -> None:
+    fields = {**SMALL, **LANGUAGE[family], **VARIANTS[variant]}
+    if family.startswith("deepseek"):
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
+    saved, config = save(AutoConfig.for_model(family, **fields), AutoModelForCausalLM, tmp_path)
+    found = shapes_of(config)
+    if family == "deepseek_v3":  # transformers knows of the layer for multi-token prediction but does not save it
+        assert config["num_nextn_predict_layers"] == 1
+        found = shapes_of({**config, "num_nextn_predict_layers": 0})
+    assert found == saved
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("case", VISION)
+def test_towers_are_those_that_transformers_saves(case: str, tied: bool, tmp_path: Path) -> None:
+    changes = VISION[case]
+    text = {**SMALL, "head_dim": 16, **changes.get("text_config", {})}
+    config = AutoConfig.for_model(
+        case.partition(" ")[0], **{**changes, "text_config": text, "tie_word_embeddings": tied}
+    )
+    saved, written = save(config, AutoModelForImageTextToText, tmp_path)
+    # hub checkpoints of CLIP and SigLIP towers, and transformers up to 4, have `vision_model.` in these names
+    assert {
+        name.replace("vision_tower.vision_model.", "vision_tower."): shape for name, shape in shapes_of(written).items()
+    } == saved
+
+
+def test_tensors_follow_each_other() -> None:
+    tensors = tensors_of({**SMALL, "model_type": "llama"})
+    assert {(tensor.dtype, tensor.file) for tensor in tensors} == {("BF16", "")}
+    ends = [tensor.start + tensor.nbytes for tensor in tensors]
+    assert [tensor.start for tensor in tensors] == [0, *ends[:-1]]
+    assert ends[-1] == 2 * sum(tensor.numel for tensor in tensors)
+
+
+def test_old_names_of_fields() -> None:
+    old = {"num_hidden_layers": "n_layers", "num_key_value_heads": "num_kv_heads"}
+    config = {**SMALL, "model_type": "llama"}
+    assert tensors_of({old.get(key, key): value for key, value in config.items()}) == tensors_of(config)
+
+
+def test_a_layer_for_multi_token_prediction_is_counted_as_stored() -> None:
+    config = {**SMALL, **MLA, "model_type": "deepseek_v3", "num_nextn_predict_layers": 1}
+    extra = {
+        name.removeprefix("model.layers.3."): shape for name, shape in shapes_of(config).items() if ".layers.3." in name
+    }
+    block = {
+        name.removeprefix("model.layers.2."): shape for name, shape in shapes_of(config).items() if ".layers.2." in name
+    }
+    assert block.items() <= extra.items()
+    assert {name: shape for name, shape in extra.items() if name not in block} == {
+        "embed_tokens.weight": (128, 64), "enorm.weight": (64,), "hnorm.weight": (64,), "eh_proj.weight": (64, 128),
+        "shared_head.norm.weight": (64,), "shared_head.head.weight": (128, 64),
+    }  # fmt: skip
+    assert {part.name for part in dissect(from_config(config, "tiny")).parts} >= {"MTP heads", "router", "experts"}
+
+
+# what follows is filled in where a config is silent, and must be what the config classes fill in
+TABLE = tomllib.loads(files("quantry.models").joinpath("shapes.toml").read_text(encoding="utf-8"))["families"]
+TOWERS = [
+    "clip_vision_model",
+    "siglip_vision_model",
+    "pixtral",
+    "qwen2_vl_vision",
+    "qwen2_5_vl_vision",
+    "internvl_vision",
+]
+PARENTS = {"qwen2_vl_vision": "qwen2_vl", "qwen2_5_vl_vision": "qwen2_5_vl", "internvl_vision": "internvl"}
+OURS = {"num_nextn_predict_layers"}  # a config that does not mention such layers has none
+
+
+@pytest.mark.parametrize("family", [*LANGUAGE, "qwen2_vl_text", "qwen2_5_vl_text"])
+def test_defaults_of_language_models(family: str) -> None:
+    known = AutoConfig.for_model(family).to_dict()
+    filled = complete({"model_type": "llava", "text_config": {"model_type": family}})["text_config"]
+    same = {key for key in filled if known.get(key) is not None} - OURS
+    assert {"hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads"} <= same
+    assert {key: filled[key] for key in same} == {key: known[key] for key in same}
+
+
+@pytest.mark.parametrize("tower", TOWERS)
+def test_defaults_of_towers(tower: str) -> None:
+    parent = PARENTS.get(tower)
+    known = AutoConfig.for_model(parent).vision_config.to_dict() if parent else AutoConfig.for_model(tower).to_dict()
+    filled = complete({"model_type": "llava", "text_config": {}, "vision_config": {"model_type": tower}})[
+        "vision_config"
+    ]
+    same = {key for key in filled if key in known}
+    assert {"hidden_size", "patch_size"} <= same
+    assert {key: filled[key] for key in same} == {key: known[key] for key in same}
+
+
+def test_every_family_of_the_table_is_tested() -> None:
+    outside = {"internlm2", "intern_vit_6b", "internvl_chat"}  # not in transformers: their published counts below
+    wholes = {case.partition(" ")[0] for case in VISION}
+    assert set(TABLE) == {*LANGUAGE, *TOWERS, *wholes, "qwen2_vl_text", "qwen2_5_vl_text"} | outside
+    assert set(known_families()) == {*LANGUAGE, *wholes, "internlm2", "internvl_chat"}
+    assert {str(model.config["model_type"]) for model in known_models().values()} >= {"internvl_chat"}
+
+
+MODELS = known_models()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_published_count(name: str) -> None:
+    model, checkpoint = MODELS[name], open_model(name)
+    found = sum(tensor.numel for tensor in checkpoint.tensors) + sum(model.besides.values())
+    assert found == model.published
+    assert model.repo.count("/") == 1
+    assert "2026" in model.source
+    anatomy = dissect(checkpoint)
+    assert anatomy.parameters + sum(model.besides.values()) == found
+    assert anatomy.quantization is None
+    assert ({"vision tower", "projector"} <= {part.name for part in anatomy.parts}) == model.vision
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("internvl")])
+def test_rows_have_no_misspelt_field(name: str) -> None:
+    config = MODELS[name].config
+    known = AutoConfig.for_model(config["model_type"]).to_dict()
+    inner = {key for part in known.values() if isinstance(part, dict) for key in part}
+    nested = {key for part in config.values() if isinstance(part, dict) for key in part}
+    # read by the models although their config classes do not list them
+    assert {*config, *nested} - {*known, *inner} <= {"head_dim", "num_experts", "vision_use_head"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama-3.2-3b",
+        "qwen3-30b-a3b",
+        "gemma-3-27b",
+        "deepseek-v3",
+        "gpt-oss-120b",
+        "mixtral-8x22b",
+        "qwen2.5-vl-7b",
+        "llava-1.5-13b",
+        "phi-4",
+    ],
+)
+def test_full_size_equals_transformers(name: str) -> None:
+    config = dict(MODELS[name].config)
+    auto: Any = AutoModelForImageTextToText if MODELS[name].vision else AutoModelForCausalLM
+    if name.startswith("qwen2.5-vl"):  # the hub's flat config
+        config["text_config"] = {
+            key: value for key, value in config.items() if key not in ("vision_config", "model_type")
+        }
+    with torch.device("meta"):
+        model = auto.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+    found = shapes_of({**MODELS[name].config, "num_nextn_predict_layers": 0})
+    buffers = sum(prod(shape) for tensor, shape in found.items() if "e_score_correction" in tensor)
+    assert sum(prod(shape) for shape in found.values()) - buffers == model.num_parameters()
+
+
+PUBLISHED_KV = {
+    "llama-3-8b": [("full", 32, None, 131_072)],
+    "llama-3.1-70b": [("full", 80, None, 80 * 2 * 8 * 128 * 2)],
+    "deepseek-v3": [
+        ("mla", 61, None, 61 * (512 + 64) * 2)
+    ],  # latent and rotary part of a token, DeepSeek-V3 report 2.1.1
+    "gemma-3-27b": [("sliding", 52, 1024, 52 * 2 * 16 * 128 * 2), ("full", 10, None, 10 * 2 * 16 * 128 * 2)],  # 5 to 1
+    "gemma-3-4b": [("sliding", 29, 1024, 29 * 2 * 4 * 256 * 2), ("full", 5, None, 5 * 2 * 4 * 256 * 2)],
+    "gpt-oss-20b": [("sliding", 12, 128, 12 * 2 * 8 * 64 * 2), ("full", 12, None, 12 * 2 * 8 * 64 * 2)],
+    "mistral-7b-v0.1": [("sliding", 32, 4096, 131_072)],
+    "mistral-7b-v0.3": [("full", 32, None, 131_072)],
+    "qwen2.5-vl-7b": [("full", 28, None, 28 * 2 * 4 * 128 * 2)],
+    "internvl2.5-8b": [("full", 32, None, 131_072)],
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_KV)
+def test_kv_of_known_models(name: str) -> None:
+    layers = dissect(open_model(name)).kv_layers
+    assert [(group.kind, group.layers, group.window, group.bytes_per_token) for group in layers] == PUBLISHED_KV[name]
+
+
+def test_a_config_as_the_hub_has_it() -> None:
+    """Nested configs on the hub leave out what their class fills in: Gemma 3 4B has no heads, no vocabulary."""
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "image_size": 896,
+        "patch_size": 14,
+        "vision_use_head": False,
+    }
+    anatomy = dissect(from_config({"model_type": "gemma3", "text_config": text, "vision_config": vision}, "gemma"))
+    assert anatomy.parameters == 4_300_079_472
+    assert anatomy.tied_head
+    assert sum(group.bytes_per_token for group in anatomy.kv_layers) == 34 * 2 * 4 * 256 * 2
+
+
+NAMES = {
+    "llama-3.1-70b": "llama-3.1-70b",
+    "Llama 3.1 70B": "llama-3.1-70b",
+    "llama3.1:70b": "llama-3.1-70b",
+    "LLAMA_3.1_70B": "llama-3.1-70b",
+    "llama_3_8b": "llama-3-8b",
+    "meta-llama/Llama-3.1-70B-Instruct": "llama-3.1-70b",
+    "meta-llama/Meta-Llama-3-8B-Instruct": "llama-3-8b",
+    "meta-llama/Llama-2-7b-chat-hf": "llama-2-7b",
+    "qwen3-30b-a3b": "qwen3-30b-a3b",
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": "qwen3-30b-a3b-2507",
+    "mixtral 8x7b": "mixtral-8x7b",
+    "mistralai/Mixtral-8x22B-Instruct-v0.1": "mixtral-8x22b",
+    "mistralai/Mistral-7B-Instruct-v0.3": "mistral-7b-v0.3",
+    "mistral 7b": "mistral-7b-v0.3",
+    "mistralai/Mistral-Small-24B-Instruct-2501": "mistral-small-24b",
+    "deepseek v3": "deepseek-v3",
+    "deepseek-ai/DeepSeek-R1": "deepseek-v3",
+    "gpt-oss-20b": "gpt-oss-20b",
+    "gptoss 120B": "gpt-oss-120b",
+    "gemma-3-27b": "gemma-3-27b",
+    "google/gemma-3-4b-it": "gemma-3-4b",
+    "qwen2.5-vl-7b": "qwen2.5-vl-7b",
+    "qwen 2.5 vl 7b": "qwen2.5-vl-7b",
+    "llava-1.5-7b": "llava-1.5-7b",
+    "OpenGVLab/InternVL2_5-8B": "internvl2.5-8b",
+    "phi4": "phi-4",
+    "allenai/OLMo-2-1124-7B-Instruct": "olmo-2-7b",
+    "HuggingFaceTB/SmolLM2-135M": "smollm2-135m",
+    "llama 38b": None,
+    "llama-3.1-7b": None,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": None,  # not the shape of DeepSeek R1
+    "meta-llama/Llama-3.1-8B-Instruct-FP8": None,  # not 16 bit
+    "": None,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_read_loosely(name: str) -> None:
+    found = find_model(name)
+    assert (found and found.name) == NAMES[name]
+
+
+def test_every_name_and_repository_finds_its_row() -> None:
+    for model in MODELS.values():
+        for name in (model.name, model.name.replace("-", " ").upper(), model.repo, *model.aliases):
+            found = find_model(name)
+            assert found is not None, name
+            assert found.name == model.name, name
+
+
+TYPOS = {
+    "lama-3.1-70b": "did you mean llama-3.1-70b",
+    "gema 3 27b": "did you mean gemma-3-27b",
+    "llama-3.1-71b": "did you mean llama-3.1-7",
+    "mixtrall 8x7b": "did you mean mixtral-8x7b",
+    "something else": "a well-known model such as",
+    " ": "a well-known model such as",
+    "/nowhere/llama-3.1-8b": "no such model: /nowhere/llama-3.1-8b",
+    "x" * 300: "check the path",
+    "~no-such-user/model": "check the path",
+}
+
+
+@pytest.mark.parametrize("name", TYPOS)
+def test_unknown_names(name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=TYPOS[name]):
+        open_model(name)
+
+
+def test_a_local_folder_goes_before_the_catalogue(make_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_folder(name="llama-3-8b")
+    monkeypatch.chdir(folder.parent)
+    assert dissect(open_model("llama-3-8b")).parameters == PARAMETERS
+    assert dissect(open_model("demo")).architecture == "LlamaForCausalLM"
+    assert open_model("demo").tokenizer == "tokenizer.json"
+
+
+def test_a_config_without_weights(make_folder: MakeFolder) -> None:
+    folder = make_folder()
+    real = open_model(folder)
+    (folder / "model.safetensors").unlink()
+    for path in (folder, folder / "config.json", str(folder)):
+        bare = open_model(path)
+        assert {tensor.name: tensor.shape for tensor in bare.tensors} == {
+            tensor.name: tensor.shape for tensor in real.tensors
+        }
+        assert dissect(bare).kv_layers == dissect(real).kv_layers
+        assert bare.source == str(path)
+        with pytest.raises(CheckpointError, match="known by its shape only"):
+            bare.read("", 0, 2)
+
+
+def test_pickles_are_no_bare_config(make_folder: MakeFolder) -> None:
+    folder = make_folder()
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pickled"):
+        open_model(folder)
+
+
+def test_a_quantized_config_gives_the_model_it_stands_for() -> None:
+    config = {**SMALL, "model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    checkpoint = from_config(config, "tiny")
+    assert checkpoint.metadata["stored"] == "gptq"
+    assert dissect(checkpoint).quantization is None
+    assert open_model("gpt-oss-20b").metadata == {
+        "shape": "gpt-oss-20b",
+        "repo": "openai/gpt-oss-20b",
+        "stored": "mxfp4",
+    }
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_a_hub_id_without_the_hub(offline: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+    checkpoint = open_model("meta-llama/Llama-3.1-70B-Instruct")
+    assert checkpoint.source == "meta-llama/Llama-3.1-70B-Instruct"
+    assert dissect(checkpoint).parameters == 70_553_706_496
+    for unknown in ("someone/something", "meta-llama/Llama-3.1-70B@main", "meta-llama/Llama-3.1-70B:file.gguf"):
+        with pytest.raises(QuantryError, match="the hub did not answer"):
+            open_model(unknown)
+
+
+LLAVA = {"model_type": "llava", "text_config": {}, "vision_config": {}}
+BAD: dict[str, dict[str, Any]] = {
+    "model type 'unheard-of' are not known.*known are deepseek_v2, .*, smollm3": {**LLAMA, "model_type": "unheard-of"},
+    "no model_type": {"hidden_size": 64},
+    "config has no vocab_size": {key: value for key, value in {**SMALL, "model_type": "llama"}.items() if key != "vocab_size"},
+    "hidden_size as 'wide'": {**SMALL, "model_type": "llama", "hidden_size": "wide"},
+    "hidden_size as '-64'": {**SMALL, "model_type": "llama", "hidden_size": -64},
+    "num_attention_heads as '0'": {**SMALL, "model_type": "llama", "num_attention_heads": 0},
+    "intermediate_size as 'True'": {**SMALL, "model_type": "llama", "intermediate_size": True},
+    "intermediate_size as '96.5'": {**SMALL, "model_type": "llama", "intermediate_size": 96.5},
+    "1000000 layers, more than the limit of 10000": {**SMALL, "model_type": "llama", "num_hidden_layers": 1_000_000},
+    "1000000 experts, more than the limit": {**SMALL, **EXPERTS, "model_type": "mixtral", "num_local_experts": 1_000_000},
+    "250001 tensors, more than the limit": {**SMALL, **EXPERTS, "model_type": "mixtral", "num_local_experts": 9_000, "num_hidden_layers": 99},
+    "model type 'dinov2'": {**LLAVA, "vision_config": {"model_type": "dinov2"}},
+    "a gemma3 as the language part of a llava": {**LLAVA, "text_config": {"model_type": "gemma3"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_configs(message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        tensors_of(BAD[message])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '"llama"', "{}"])
+def test_bad_config_files(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    for path in (tmp_path, tmp_path / "config.json"):
+        with pytest.raises(ConfigError):
+            open_model(path)
+
+
+ODD = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 70)
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.lists(st.integers(-2, 40), max_size=3)
+)
+FIELDS = sorted(
+    {name for row in TABLE.values() for name in row.get("defaults", {})}
+    | {"text_config", "vision_config", "llm_config", "model_type"}
+)
+TYPES = st.sampled_from(sorted(TABLE))
+PARTS = st.dictionaries(st.sampled_from(FIELDS), ODD | TYPES, max_size=4)
+
+
+@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
+@given(TYPES, st.dictionaries(st.sampled_from(FIELDS), ODD | PARTS, max_size=4))
+def test_odd_configs(family: str, changes: dict[str, Any]) -> None:
+    try:
+        anatomy = dissect(from_config({**SMALL, **EXPERTS, **MLA, "model_type": family, **changes}, "fuzz"))
+    except QuantryError as error:
+        assert "\n" not in str(error)
+        assert len(str(error)) < 1000
+    else:
+        assert anatomy.parameters >= 0
+
+
+def test_a_shape_needs_no_torch() -> None:
+    code = (
+        "import sys\nfrom quantry.planning.models import open_model\nopen_model('deepseek-v3')\nopen_model('llava-1.5-7b')\n"
+        "print(*{name.partition('.')[0] for name in sys.modules} & {'torch', 'transformers', 'numpy', 'safetensors'})"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == ""

@@ -1,0 +1,483 @@
+"""The decision: every recommendation of the handbook reproduced or overridden with a reason, commands that engines take,
+a stable JSON, refusals with what is nearest, and tables whose every cell is answered."""
+
+import json
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import make_plan
+from quantry.devices.catalogue import catalogue, parse
+from quantry.engines import engines, flags, latest
+from quantry.errors import QuantryError, UnknownNameError
+from quantry.jobs.quantize import quantize
+from quantry.planning import matrices, rules
+from quantry.planning import plan as decision
+from quantry.planning.candidates import Request
+from quantry.planning.commands import Planned, commands
+from quantry.planning.feasibility import agrees, used_facts
+from quantry.planning.models import open_model
+from quantry.planning.plan import Plan, plan
+from quantry.quantizing.recipe import presets
+from test_cli import imported, run
+
+GOLDENS = Path(__file__).parent
+CASES = json.loads((GOLDENS / "plan_cases.json").read_text())
+SHOWN = json.loads((GOLDENS / "plan_shown.json").read_text())
+REQUEST_FACTS = {
+    "use", "platform", "family", "capability", "tier", "kind", "devices", "device_gib", "parameters", "vision", "experts",
+    "context", "concurrency", "sixteen_fits",
+}  # fmt: skip
+OPTION_FACTS = {
+    "preset", "format", "scheme", "bits", "zero_points", "inputs", "calibrated", "engine", "kernel", "kv", "tensor_parallel",
+    "replicas", "offloaded",
+}  # fmt: skip
+
+
+def facts_of(found: Plan, number: int = 0) -> dict[str, Any]:
+    """What a case may expect of an option."""
+    one = found.options[number]
+    return {
+        "scheme": one.scheme,
+        "engine": one.engine,
+        "format": one.format,
+        "bits": presets()[one.preset].scheme.weight.bits,
+        "kv": one.kv_cache_type,
+        "tensor_parallel": one.layout["tensor_parallel"],
+        "offloaded": any("memory of the host" in warning for warning in one.warnings),
+    }
+
+
+# ---- the handbook ----
+
+
+@pytest.mark.parametrize("case", matrices.cases(), ids=lambda case: case["id"])
+def test_the_handbook_is_reproduced_or_overridden(case: dict[str, Any]) -> None:
+    found = plan(**case["ask"])
+    assert make_plan.choice(found) == CASES[case["id"]]
+    reproduced = agrees(case["expect"], facts_of(found), {})
+    assert reproduced != ("overridden" in case), make_plan.choice(found)
+    serve = found.options[0].commands["serve"]
+    assert set(case.get("flags", ())) <= set(serve)
+    assert any(case.get("warns", "") in warning for warning in ("", *found.options[0].warnings))
+    for option in found.options:
+        assert option.preset in presets()
+        assert option.memory["per_device"] <= option.memory["limit"]
+
+
+def test_every_part_of_the_handbook_has_its_cases() -> None:
+    ids = Counter(case["id"].partition(":")[0].split()[0] for case in matrices.cases())
+    assert ids["hardware"] >= 7  # section 3: seven rows
+    assert ids["use"] >= 6  # section 3: six rules
+    assert ids["size"] == 6
+    assert ids["scenario"] >= 4  # section 12
+    assert ids["stack"] == 9  # section 15
+    assert ids["two"] == 3
+    assert ids["engine"] >= 7  # "when to use which engine": seven rows
+    assert ids["tree"] >= 4  # four branches
+    assert len(CASES) == len(matrices.cases())
+    assert all(len(case["overridden"]) > 40 for case in matrices.cases() if "overridden" in case)
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_what_the_issue_asks_to_show(name: str) -> None:
+    ask = {key: value for key, value in SHOWN[name].items() if key == "ask"}["ask"]
+    expected = {key: value for key, value in SHOWN[name].items() if key != "ask"}
+    assert make_plan.first(plan(**ask)) == expected
+
+
+def test_the_numbers_of_70b_on_two_consumer_gpus() -> None:
+    """By hand: 80 layers with 8 KV heads of 128, K and V of 2 bytes, 4096 tokens; 4-bit codes and scales of 68.45 billion
+    weights in the layers, embedding and head in 16 bit."""
+    found = plan("llama-3.1-70b", gpu="2x RTX 3090", context=4096).options
+    option = next(one for one in found if one.preset == "w4a16" and one.engine == "vllm")
+    assert option.memory["kv_cache"] == 80 * 8 * 128 * 2 * 2 * 4096
+    layers = 80 * (8192 * (8192 * 2 + 1024 * 2) + 3 * 8192 * 28672)
+    outside = 2 * 128256 * 8192 * 2
+    assert option.memory["weights"] == pytest.approx(layers * (0.5 + 2 / 128) + outside, rel=0.005)
+    parts = ("weights", "kv_cache", "activations", "overhead")
+    assert option.memory["total"] == sum(option.memory[name] for name in parts) == sum(option.memory["parts"].values())
+
+
+def test_fp8_gives_way_where_it_leaves_no_room() -> None:
+    """One H100 holds 70B in FP8 and hardly a sequence; two hold it well."""
+    one, two = (plan("llama-3.1-70b", gpu=gpu, use="high-throughput").options[0] for gpu in ("H100", "2x H100"))
+    assert one.scheme == "w4a16"
+    assert any("fp8-dynamic would be the choice" in reason for reason in one.reasons)
+    assert two.scheme == "fp8"
+    assert two.layout["concurrency"] == 64
+
+
+def test_medical_use_never_goes_below_8_bits() -> None:
+    found = plan("llama-3.1-8b", gpu="RTX 3060 12GB", use="legal")
+    assert found.options
+    assert min(presets()[one.preset].scheme.weight.bits for one in found.options) == 8
+    assert any("8 bits at the least" in row["why"] and row["fix"] for row in found.refused)
+    assert found.options[0].commands["verify"][-4:] == ["--gate", "accuracy-critical", "--engine", "vllm"]
+
+
+def test_a_small_model_is_warned_of_4_bits() -> None:
+    options = plan("qwen2.5-0.5b", gpu="RTX 3090").options
+    four = [one for one in options if presets()[one.preset].scheme.weight.bits == 4]
+    assert four
+    assert all(any("under 3 billion" in warning for warning in one.warnings) for one in four)
+    assert options[0] not in four
+
+
+def test_a_gguf_of_a_vision_model_is_no_first_choice() -> None:
+    options = plan("qwen2.5-vl-7b", gpu="RTX 3090").options
+    assert options[0].engine == "vllm"
+    gguf = [one for one in options if one.format == "gguf"]
+    assert all(any("--mmproj" in warning or "tower" in warning for warning in one.warnings) for one in gguf)
+
+
+def test_four_bits_are_calibrated() -> None:
+    option = plan("llama-3.1-8b", gpu="RTX 3090").options[0]
+    assert presets()[option.preset].calibrated
+
+
+def test_replicas_share_the_load() -> None:
+    option = plan("llama-3.1-8b", gpu="8x H100", use="high-scale-api").options[0]
+    layout = option.layout
+    assert layout["replicas"] * layout["tensor_parallel"] == 8
+    serve = option.commands["serve"]
+    if layout["replicas"] > 1:
+        assert serve[serve.index("--data-parallel-size") + 1] == str(layout["replicas"])
+
+
+def test_less_memory_never_gives_more_sequences() -> None:
+    def sequences(budget: str) -> int:
+        found = plan("llama-3.1-8b", gpu="RTX 3090", use="public-api", budget=budget, engine="vllm").options
+        return max(one.layout["concurrency"] for one in found)
+
+    counts = [sequences(size) for size in ("8GiB", "12GiB", "16GiB", "20GiB")]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1]
+
+
+def test_a_budget_is_kept() -> None:
+    for option in plan("llama-3.1-8b", gpu="RTX 3090", budget="8GB").options:
+        assert option.memory["per_device"] <= 8 << 30
+        if option.engine == "vllm":
+            share = float(option.commands["serve"][option.commands["serve"].index("--gpu-memory-utilization") + 1])
+            assert share * parse("RTX 3090").device.usable <= 8 << 30
+
+
+def test_asked_concurrency_is_kept_or_refused() -> None:
+    asked = plan("llama-3.1-8b", gpu="RTX 3090", concurrency=16)
+    assert {one.layout["concurrency"] for one in asked.options} == {16}
+    assert not plan("llama-2-13b", gpu="RTX 3060 12GB", concurrency=64).fits
+
+
+# ---- commands ----
+
+
+def serving(engine: str, **changes: Any) -> Planned:
+    loaded = {"llama.cpp": ("gguf-q4_k_m", "gguf"), "ollama": ("gguf-q4_k_m", "gguf"), "onnxruntime": ("w4a16", "gptq"),
+              "deepspeed": ("bf16", "safetensors")}  # fmt: skip
+    name, form = loaded.get(engine, ("w4a16", "compressed-tensors"))
+    plain = Planned("meta-llama/Llama-3.1-8B", presets()[name], form, engine, latest(engine), 4096, 8, "cuda")
+    return replace(plain, **changes)
+
+
+FULL = {"tensor_parallel": 2, "replicas": 2, "utilization": 0.5, "prefix_cache": True, "dtype": "float16"}
+
+
+@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("platform", ["cuda", "cpu"])
+def test_every_flag_is_one_of_the_engine(engine: str, platform: str) -> None:
+    kv = "q8_0" if engine == "llama.cpp" else "fp8" if engine == "vllm" else "auto"
+    full = FULL if engine != "onnxruntime" else FULL | {"tensor_parallel": 1}
+    words = commands(serving(engine, platform=platform, kv=kv, **full))["serve"]
+    known = set(flags(engine, latest(engine)))
+    text = " ".join(words)
+    used = {word for word in re.findall(r"(?<= )--?[a-z][\w-]*", text) if word not in ("-m", "-c")}
+    used -= {"--model"} if "api_server" in text else set()  # of the module, not of `vllm serve`
+    assert used <= known
+    if kv != "auto":
+        assert any(flag.endswith(f" {kv}") for flag in known)
+
+
+def test_a_flag_that_a_version_lacks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quantry.engines import contract as module
+
+    known = {name: flag for name, flag in flags("vllm").items() if name != "--max-num-seqs"}
+    monkeypatch.setattr(module, "flags", lambda engine, version: known)
+    with pytest.raises(UnknownNameError, match="vllm 0.* has no --max-num-seqs"):
+        commands(serving("vllm"))
+
+
+def test_a_value_that_a_flag_does_not_take_is_an_error() -> None:
+    """The handbook's --kv-cache-dtype int8 never was one."""
+    with pytest.raises(UnknownNameError, match="--kv-cache-dtype of vllm .* takes no int8"):
+        commands(serving("vllm", kv="int8"))
+
+
+def test_commands_of_engines() -> None:
+    """The words that the issues give: engines' own programs, quantry's own flags."""
+    words = {engine: commands(serving(engine))["serve"][:2] for engine in engines()}
+    assert words["vllm"] == ["vllm", "serve"]
+    assert words["llama.cpp"][0] == "llama-server"
+    assert words["transformers"] == ["transformers", "serve"]
+    assert words["tensorrt-llm"][0] == "trtllm-serve"
+    assert words["tgi"][0] == "text-generation-launcher"
+    made = commands(serving("vllm", format="gptq"))
+    assert made["quantize"] == [
+        "quantry", "quantize", "meta-llama/Llama-3.1-8B", "-o", "Llama-3.1-8B-w4a16-gptq", "--preset", "w4a16", "--format", "gptq",
+    ]  # fmt: skip
+    assert made["verify"][:5] == [
+        "quantry", "verify", "Llama-3.1-8B-w4a16-gptq", "--reference", "meta-llama/Llama-3.1-8B",
+    ]  # fmt: skip
+
+
+def test_no_flag_of_old_is_used() -> None:
+    gone = {"--swap-space", "--task", "--speculative-model", "--disable-log-requests", "--calculate-kv-scales"}
+    for case in matrices.cases()[:20:4]:
+        for option in plan(**case["ask"]).options:
+            words = option.commands["serve"]
+            assert not gone & set(words)
+            if "--kv-cache-dtype" in words:
+                assert words[words.index("--kv-cache-dtype") + 1] != "int8"
+
+
+# ---- JSON, files, exit codes ----
+
+
+def test_json_names_are_frozen(tmp_path: Path) -> None:
+    target = tmp_path / "plan.json"
+    done = run("plan", "llama-3.1-8b", "--gpu", "RTX 4090", "--json", "-o", str(target))
+    assert done.returncode == 0
+    found = json.loads(done.stdout)
+    assert found == json.loads(target.read_text())
+    assert set(found) == {
+        "schema", "model", "hardware", "use", "workload", "budget", "options", "refused", "nearest", "notes",
+    }  # fmt: skip
+    option = found["options"][0]
+    assert set(option) == {
+        "preset", "format", "group", "scheme", "engine", "version", "kernel", "kv_cache_type", "layout", "commands", "memory",
+        "speed", "cost", "quality", "job", "score", "reasons", "warnings",
+    }  # fmt: skip
+    assert set(option["commands"]) == {"quantize", "verify", "serve"}
+    assert set(option["memory"]) == {
+        "weights", "kv_cache", "activations", "overhead", "total", "per_device", "limit", "host", "parts",
+    }  # fmt: skip
+    assert set(option["speed"]) == {
+        "decode_tokens_per_s", "prefill_tokens_per_s", "first_token_s", "bound", "spread", "measured",
+    }  # fmt: skip
+    assert all(
+        {"engine", "presets", "why", "fix", "short"} == set(row) and row["why"] and row["fix"]
+        for row in found["refused"]
+    )
+    totals = [one["score"]["total"] for one in found["options"]]
+    assert totals == sorted(totals, reverse=True)
+
+
+@pytest.mark.parametrize("gpu", [None, "RTX 3090"])
+def test_a_plan_is_carried_out(gpu: str | None, tmp_path: Path) -> None:
+    """plan -> quantize for the demo: on this machine, and for a GPU, where groups of 128 do not divide its layers."""
+    found = plan("demo", gpu=gpu)
+    four = next(one for one in found.options if presets()[one.preset].scheme.weight.bits <= 8)
+    target = tmp_path / "plan.json"
+    target.write_text(json.dumps(replace(found, options=(four,)).to_dict()))
+    artefact = quantize("demo", tmp_path / "out", plan=target)
+    assert (artefact.preset, artefact.format) == (four.preset, four.format)
+    assert (tmp_path / "out/quantry.json").exists()
+    assert artefact.bytes == pytest.approx(four.job["disk"], abs=4096)
+    if four.format == "gguf":
+        assert any(name in four.commands["serve"][2] for name in artefact.files if name.endswith(".gguf"))
+
+
+def test_demo_on_this_machine() -> None:
+    found = plan("demo")
+    assert found.options[0].commands["quantize"][:3] == ["quantry", "quantize", "demo"]
+    assert found.workload["context"] == 1024  # what it was made for
+
+
+def test_nothing_fits_is_exit_code_1_with_what_does() -> None:
+    done = run("plan", "llama-3.1-405b", "--gpu", "T4")
+    assert done.returncode == 1
+    assert "Nothing fits" in done.stdout
+    assert "another device:" in done.stdout
+    assert "a smaller model: llama-3.1-8b" in done.stdout
+    assert "Traceback" not in done.stderr
+    near = {one.what: one for one in plan("llama-3.1-405b", gpu="T4").nearest}
+    assert plan("llama-3.1-405b", gpu=near["another device"].change).fits
+    assert plan(near["a smaller model"].change, gpu="T4").fits
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem", "fix"),
+    [
+        (("lama-3.1-8",), "no such model", "llama-3.1-8b"),
+        (("demo", "--gpu", "RTX 3091"), "unknown device", "RTX 3090"),
+        (("demo", "--engine", "vlm"), "unknown engine", "vllm"),
+        (("demo", "--for", "medcal"), "unknown use", "medical"),
+        (("demo", "--budget", "much"), "no size", "8GiB"),
+        (("demo", "--budget", "0"), "no size", "8GiB"),
+        (("demo", "--budget=-3GiB",), "no size", "8GiB"),
+        (("demo", "--gpu", "T4", "--budget", "900GiB"), "more than", "larger machine"),
+        (("llama-3.1-8b", "--gpu", "T4", "--budget", "1GiB"), "impossible", "more than"),
+        (("demo", "--context", "4096"), "1024 tokens", "--context 1024"),
+        (("demo", "--context", "0"), "--context 0", "positive"),
+        (("demo", "--concurrency", "-1"), "--concurrency -1", "positive"),
+        (("llama-3.1-8b", "--gpu", "M2 16GB", "--engine", "vllm"), "no build for Apple", "llama.cpp"),
+        (("llama-3.1-8b", "--gpu", "T4", "--for", "vlm"), "no vision tower", "leave --for out"),
+        (("demo", "-o", "/nowhere/plan.json"), "cannot write", "another file"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(arguments: tuple[str, ...], problem: str, fix: str) -> None:
+    done = run("plan", *arguments)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    (line,) = done.stderr.strip().splitlines()
+    assert problem in line
+    assert fix in line
+
+
+def test_what_is_quantized_already_is_not_planned(tmp_path: Path) -> None:
+    quantize("demo", tmp_path / "out", preset="w8a8")
+    with pytest.raises(QuantryError, match="already quantized"):
+        plan(tmp_path / "out", gpu="RTX 3090")
+
+
+def test_planning_imports_no_torch() -> None:
+    assert not {"torch", "transformers"} & imported("plan", "llama-3.1-8b", "--gpu", "2x RTX 3090", "--json")
+    assert not {"torch", "transformers"} & imported("plan", "demo")
+
+
+def test_a_person_reads_it_at_a_glance() -> None:
+    done = run("plan", "llama-3.1-8b", "--gpu", "RTX 3090")
+    for word in ("w4a16", "vllm serve", "quantry quantize", "quantry verify", "weights", "kv cache", "tokens/s", "█"):
+        assert word in done.stdout
+
+
+# ---- the table of rules ----
+
+
+def request_of(model: str, **ask: Any) -> Request:
+    """What `plan` makes of its arguments."""
+    names = ("gpu", "use", "context", "concurrency", "engine", "budget")
+    return decision._request(model, open_model(model), *(ask.get(name) for name in names))
+
+
+def test_rules_are_readable_and_sourced() -> None:
+    names = [rule.name for rule in rules.rules()]
+    assert len(names) == len(set(names))
+    for rule in rules.rules():
+        assert rule.why, rule.name
+        assert re.match(r"handbook [1-4]|facts|feasibility", rule.source), rule.name
+        actions = [rule.prefer is not None, rule.avoid is not None, rule.require is not None, rule.warn is not None]
+        assert sum(actions) == 1, rule.name
+        assert (rule.weight > 0) == (rule.prefer is not None or rule.avoid is not None), rule.name
+        assert not rule.require or rule.fix
+        assert set(used_facts(rule.when)) <= REQUEST_FACTS, rule.name
+        for conditions in (rule.prefer, rule.avoid, rule.require, rule.about):
+            assert set(used_facts(conditions or {})) <= OPTION_FACTS, rule.name
+
+
+def test_every_rule_is_about_some_case() -> None:
+    """No row is dead: each holds for a request of the handbook's, or for one of these."""
+    asked = [case["ask"] for case in matrices.cases()]
+    asked += [{"model": "qwen2.5-0.5b", "gpu": "cpu"}, {"model": "llama-3.1-8b", "gpu": "T4"}]
+    requests = [request_of(**ask).facts | {"sixteen_fits": True} for ask in asked]
+    for rule in rules.rules():
+        assert any(agrees(rule.when, facts, {}) for facts in requests), rule.name
+
+
+def test_rules_name_what_exists() -> None:
+    schemes = {
+        "16-bit",
+        "fp8",
+        "nf4",
+        "fp4",
+        "llm-int8",
+        "nvfp4",
+        "mxfp4",
+        "w8a8",
+        "w8a16",
+        "w4a16",
+        "w4a8",
+        "w3a16",
+        "w2a16",
+    }
+    schemes |= {one.file_type for one in presets().values() if one.file_type}
+    uses, engines, tiers = set(rules.uses()), set(rules.engine_rows()), {rules.tier(device) for device in catalogue()}
+    known = {
+        "scheme": schemes,
+        "use": uses,
+        "engine": engines,
+        "tier": tiers,
+        "family": {one.family for one in catalogue()},
+    }
+    for rule in rules.rules():
+        for conditions in (rule.when, rule.prefer, rule.avoid, rule.require, rule.about):
+            for name, allowed in known.items():
+                wanted = (conditions or {}).get(name, [])
+                wanted = wanted["not"] if isinstance(wanted, dict) else wanted
+                assert set([wanted] if isinstance(wanted, str) else wanted) <= allowed, rule.name
+
+
+def test_tiers() -> None:
+    names = {"H100": "datacenter", "RTX 4090": "consumer", "A6000": "datacenter", "M2 16GB": "apple", "cpu": "cpu",
+             "Jetson Orin 8GB": "edge", "Raspberry Pi 5": "edge", "RTX PRO 6000": "datacenter"}  # fmt: skip
+    assert {name: rules.tier(parse(name).device) for name in names} == names
+
+
+def test_presets_are_left_out_with_a_reason() -> None:
+    assert "need no text" in (rules.left_out(presets()["fp8-static"]) or "")
+    assert rules.left_out(presets()["fp8-dynamic"]) is None
+    with pytest.raises(UnknownNameError, match="did you mean medical"):
+        rules.find_use("medicla")
+
+
+# ---- the tables ----
+
+HANDBOOK = {
+    "memory": (6, 4),
+    "hardware": (10, 5),
+    "engines": (7, 9),
+    "methods": (7, 6),
+    "stack_engines": (7, 5),
+    "stack": (9, 4),
+}
+
+
+@pytest.mark.parametrize("name", ["engines", "hardware", "formats", "methods", "memory"])
+def test_every_cell_is_answered(name: str) -> None:
+    for table in matrices.matrix(name):
+        if table.name in HANDBOOK:
+            assert (len(table.rows), len(table.columns)) == HANDBOOK[table.name]
+        for label, cells in table.rows.items():
+            assert len(cells) == len(table.columns)
+            for column, cell in zip(table.columns, cells, strict=True):
+                assert cell.ours, (label, column)
+                if table.name in ("engines", "hardware") and cell.handbook in ("yes", "no", "partial"):
+                    assert (cell.ours != cell.handbook) == bool(cell.why), (label, column)
+        text = matrices.markdown(name)
+        assert all(f"| {label} |" in text for label in table.rows)
+
+
+def test_known_cells() -> None:
+    """Facts that stand in sources: vLLM's GGUF and bitsandbytes plug-ins, Ada's FP8, llama.cpp's formats."""
+    (engines, _), (hardware, _) = matrices.matrix("engines"), matrices.matrix("hardware")
+    cell = {(row, column): cell.ours for table in (engines, hardware) for row, cells in table.rows.items()
+            for column, cell in zip(table.columns, cells, strict=True)}  # fmt: skip
+    assert cell["vLLM", "AWQ"] == cell["vLLM", "GPTQ"] == cell["vLLM", "FP8"] == "yes"
+    assert cell["vLLM", "GGUF"] == cell["llama.cpp", "AWQ"] == cell["TensorRT-LLM", "GGUF"] == "no"
+    assert cell["RTX 4090 24GB", "FP8"] == "yes"
+    assert cell["A100 80GB", "FP8"] == "partial"
+    assert cell["V100 16GB", "FP8"] == "no"
+    assert cell["H100 80GB SXM", "GGUF"] == "yes"
+
+
+def test_matrix_command() -> None:
+    done = run("matrix", "memory", "--json")
+    assert done.returncode == 0
+    (table,) = json.loads(done.stdout)
+    assert table["rows"]["3B"][3]["ours"] == "RTX 3060 8GB"
+    assert run("matrix", "memry").stderr.startswith("error: unknown matrix 'memry'; did you mean memory")
+    assert "Methods" in run("matrix", "methods").stdout

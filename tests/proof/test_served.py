@@ -1,0 +1,312 @@
+"""Engines as served: llama.cpp embedded, transformers in a process of its own, and processes that misbehave.
+
+The oracle restates the log-probabilities in float64 from the full logits of the same model, run by transformers here.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import quantry
+from quantry.errors import CheckpointError, ModelNotFoundError, QuantryError, UnknownNameError, WeightError
+from quantry.llamacpp.model import Model
+from quantry.models.reader import open_checkpoint
+from quantry.proof.divergence import Observed, compact, kl
+from quantry.proof.served import Served, _process, engine, llama_cpp, transformers, vllm
+from quantry.proof.served.inside import engines as inside
+from quantry.proof.text import Window
+
+DEMO = Path(quantry.__file__).parent / "demo"
+VOCABULARY = 4096
+ALL = np.broadcast_to(np.arange(VOCABULARY, dtype=np.int32), (10_000, VOCABULARY))
+
+
+@pytest.fixture(scope="module")
+def tokens() -> list[int]:
+    text = (DEMO / "held-out.txt").read_text(encoding="utf-8")[:9000]
+    return list(AutoTokenizer.from_pretrained(DEMO)(text)["input_ids"])
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    opened: PreTrainedModel = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+    return opened
+
+
+@pytest.fixture(scope="module")
+def windows(tokens: list[int]) -> list[Window]:
+    """Of several lengths and starts; the second is longer than the script's pieces."""
+    return [Window(tuple(tokens[:100])), Window(tuple(tokens[100:700]), 5), Window(tuple(tokens[700:730]), 29)]
+
+
+@pytest.fixture(scope="module")
+def ids(windows: list[Window]) -> list[NDArray[np.int32]]:
+    """Other tokens at every position."""
+    numbers = np.random.default_rng(0)
+    return [numbers.integers(0, VOCABULARY, (window.scored, 7), dtype=np.int32) for window in windows]
+
+
+@pytest.fixture(scope="module")
+def f16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served") / "demo-f16"
+    quantry.quantize(DEMO, folder, preset="gguf-f16")
+    return folder
+
+
+def logits(model: PreTrainedModel, window: Window) -> Tensor:
+    with torch.no_grad():
+        rows: Tensor = model(torch.tensor([window.tokens])).logits[0]
+        return rows
+
+
+def expected(rows: Tensor, window: Window, ids: NDArray[np.int32]) -> Observed:
+    """Row by row, as the definition has it."""
+    logq, following, top = [], [], []
+    for position in range(window.start, len(window.tokens)):
+        row = rows[position - 1].double().numpy()
+        scores = row - row.max() - np.log(np.exp(row - row.max()).sum())
+        logq.append(scores[ids[position - window.start]])
+        following.append(scores[window.tokens[position]])
+        top.append(row.argmax())
+    return Observed(np.array(logq), np.array(following), np.array(top))
+
+
+def assert_close(found: Observed, want: Observed, tolerance: float) -> None:
+    for name in ("logq", "next"):
+        got = getattr(found, name)
+        assert got.dtype == np.float32
+        assert got.shape == getattr(want, name).shape
+        assert np.abs(got - getattr(want, name)).max() < tolerance, name
+    assert found.top.dtype == np.int32
+    assert (found.top == want.top).mean() > 0.99  # near-ties may fall either way
+
+
+def test_llama_cpp_says_what_its_logits_say(f16: Path, windows: list[Window], ids: list[NDArray[np.int32]]) -> None:
+    heard: list[tuple[int, int, str]] = []
+    served = llama_cpp.score(f16, windows, ids, threads=1, length=600, progress=lambda *words: heard.append(words))
+    assert (served.engine, served.notes) == ("llama.cpp", ())
+    assert served.version.startswith("xllamacpp 20")
+    assert heard == [(100, 730, "llama.cpp"), (700, 730, "llama.cpp"), (730, 730, "llama.cpp")]
+    with Model(f16 / "demo-F16.gguf", context=600, threads=1) as opened:
+        for window, places, found in zip(windows, ids, served.observed, strict=True):
+            assert_close(found, expected(torch.from_numpy(opened.logits(window.tokens)), window, places), 1e-4)
+
+
+def test_llama_cpp_is_close_to_transformers_in_16_bit(f16: Path, model: PreTrainedModel, windows: list[Window]) -> None:
+    served = llama_cpp.score(f16, windows, [ALL[: window.scored] for window in windows], threads=1)
+    assert divergence(served, model, windows) < 1e-4
+    shifted = Served("", "", [Observed(np.roll(o.logq, 1, 0), o.next, o.top) for o in served.observed])
+    assert divergence(shifted, model, windows) > 0.5  # the measure can tell
+
+
+def divergence(served: Served, model: PreTrainedModel, windows: Sequence[Window]) -> float:
+    pairs = zip(windows, served.observed, strict=True)
+    return float(
+        np.concatenate(
+            [kl(compact(logits(model, window), window.tokens, window.start, VOCABULARY), o) for window, o in pairs]
+        ).mean()
+    )
+
+
+def test_llama_cpp_tells_its_memory(f16: Path, tokens: list[int]) -> None:
+    """Against the sizes that follow from the file and from the shape of the model: 8 layers, 2 KV heads of 64."""
+    config = json.loads((DEMO / "config.json").read_text(encoding="utf-8"))
+    per_token = 2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]  # f16, K and V
+    weights = sum(tensor.nbytes for tensor in open_checkpoint(f16).tensors)
+    rounding = 0.011 * 2**20
+    for length in (256, 1024):
+        served = llama_cpp.score(f16, [Window(tuple(tokens[:20]))], [ALL[:19]], length=length, threads=1)
+        assert list(served.memory) == ["weights", "output", "kv_cache", "compute"]
+        assert abs(served.memory["weights"] - weights) < rounding
+        assert abs(served.memory["kv_cache"] - per_token * length) < rounding
+        assert (
+            1 < served.memory["compute"] / (4 * VOCABULARY * min(512, length)) < 2
+        )  # logits of a batch, and some more
+        assert abs(served.memory["output"] - 4 * VOCABULARY) < rounding
+
+
+def test_llama_cpp_writes_tokenizes_and_has_a_template(f16: Path, tokens: list[int]) -> None:
+    prompts = [tokens[:20], tokens[300:330]]
+    written = llama_cpp.generate(f16, prompts, 6, threads=1)
+    with Model(f16 / "demo-F16.gguf", context=64, threads=1) as opened:
+        assert written == [opened.generate(prompt, 6) for prompt in prompts]
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    texts = ["Once upon a time", "<|user|>Who?<|end|>"]
+    assert llama_cpp.tokenize(f16, texts) == [tokenizer(text)["input_ids"] for text in texts]
+    assert llama_cpp.chat_template(f16) == (DEMO / "chat_template.jinja").read_text(encoding="utf-8")
+
+
+def test_what_llama_cpp_cannot_serve(f16: Path, windows: list[Window], tmp_path: Path) -> None:
+    ids = [ALL[: window.scored] for window in windows]
+    with pytest.raises(ModelNotFoundError, match="nothing does not exist; give a GGUF file or"):
+        llama_cpp.score(tmp_path / "nothing", windows, ids)
+    with pytest.raises(CheckpointError, match="demo holds no GGUF file"):
+        llama_cpp.score(DEMO, windows, ids)
+    with pytest.raises(QuantryError, match=r"llama.cpp is embedded, .* leave --engine-python out"):
+        llama_cpp.score(f16, windows, ids, python=Path(sys.executable))
+    with pytest.raises(QuantryError, match="no window to score"):
+        llama_cpp.score(f16, [], [])
+    larger = [np.full((window.scored, 3), VOCABULARY, np.int32) for window in windows]
+    with pytest.raises(QuantryError, match="token 4096, demo-F16.gguf a vocabulary of 4096"):
+        llama_cpp.score(f16, windows, larger)
+
+
+def test_llama_cpp_with_weights_that_are_not_finite(f16: Path, windows: list[Window], tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    shutil.copy(f16 / "demo-F16.gguf", broken)
+    norm = next(t for t in open_checkpoint(f16).tensors if t.name == "output_norm.weight")
+    with broken.open("r+b") as file:
+        file.seek(norm.start)
+        file.write(np.full(norm.nbytes // 4, np.nan, np.float32).tobytes())
+    with pytest.raises(WeightError, match=r"broken.gguf that are not finite; quantize the model again"):
+        llama_cpp.score(broken, windows, [ALL[: window.scored] for window in windows])
+
+
+def test_transformers_in_a_process_of_its_own(
+    model: PreTrainedModel, windows: list[Window], ids: list[NDArray[np.int32]]
+) -> None:
+    heard: list[tuple[int, int, str]] = []
+    python = Path(os.path.relpath(sys.executable))
+    served = transformers.score(
+        DEMO,
+        windows,
+        [ids[0], ALL[: windows[1].scored], ids[2]],
+        python=python,
+        options={"dtype": "float32"},
+        progress=lambda *words: heard.append(words),
+    )
+    assert heard == [(100, 730, "transformers"), (700, 730, "transformers"), (730, 730, "transformers")]
+    assert served.version.startswith("5.")
+    assert served.memory["weights"] == model.get_memory_footprint()
+    for window, places, found in zip(windows, (ids[0], ALL, ids[2]), served.observed, strict=True):
+        assert_close(found, expected(logits(model, window), window, places[: window.scored]), 2e-4)
+
+
+def test_transformers_writes(model: PreTrainedModel, tokens: list[int]) -> None:
+    """Greedy tokens: each is the likeliest after those before it, and the one that ends the text is left out."""
+    prompts = [tokens[:20], tokens[1000:1020], tokens[40:60]]
+    written = transformers.generate(DEMO, prompts, 12, options={"dtype": "float32"})
+    end = model.generation_config.eos_token_id
+    lengths = [len(found) for found in written]
+    assert min(lengths) < max(lengths) == 12  # some end by themselves
+    for prompt, found in zip(prompts, written, strict=True):
+        rows = logits(model, Window((*prompt, *found)))[len(prompt) - 1 :]
+        for row, token in zip(rows, [*found, end][:12], strict=False):
+            assert row.max() - row[token] < 1e-3
+    assert transformers.generate(DEMO, [], 12) == []
+
+
+@pytest.mark.parametrize("chunk", [1, 64, 256, 1000])
+def test_passes_in_chunks_with_rows_behind_them(
+    chunk: int, model: PreTrainedModel, windows: list[Window], ids: list[NDArray[np.int32]], tmp_path: Path
+) -> None:
+    """What the script sees of vLLM: chunks of a window in order, each filled up with rows that mean nothing."""
+    work = _process.Work(DEMO, 600, windows, ids)
+    work.write(tmp_path)
+    for number, (window, places) in enumerate(zip(windows, ids, strict=True)):
+        rows, seen = logits(model, window), inside.Window(tmp_path / f"window-{number}.npz")
+        for start in range(0, len(rows) - 1, chunk):
+            true = rows[start : min(start + chunk, len(rows) - 1)]
+            seen.see(start, torch.cat([true, torch.full((8, VOCABULARY), torch.nan)]))
+        seen.save(tmp_path / "scored.npz")
+        with np.load(tmp_path / "scored.npz") as stored:
+            assert_close(Observed(**stored), expected(rows, window, places), 1e-5)
+
+
+def test_positions_that_were_not_shown_or_are_not_finite(
+    windows: list[Window], ids: list[NDArray[np.int32]], tmp_path: Path
+) -> None:
+    _process.Work(DEMO, 600, windows, ids).write(tmp_path)
+    seen = inside.Window(tmp_path / "window-0.npz")
+    seen.see(0, torch.zeros(98, VOCABULARY))
+    with pytest.raises(RuntimeError, match="the logits of 98 of 99 positions"):
+        seen.save(tmp_path / "scored.npz")
+    seen.see(98, torch.full((1, VOCABULARY), torch.inf))
+    with pytest.raises(ValueError, match="the logits of 1 of 99 positions are not finite"):
+        seen.save(tmp_path / "scored.npz")
+    assert not (tmp_path / "scored.npz").exists()
+
+
+def test_an_engine_that_is_not_installed(windows: list[Window], ids: list[NDArray[np.int32]]) -> None:
+    for python in (None, Path(sys.executable)):
+        with pytest.raises(
+            QuantryError, match="vLLM is not installed for .*python.*; pip install vllm.*--engine-python"
+        ):
+            vllm.score(DEMO, windows, ids, python=python)
+    with pytest.raises(QuantryError, match="no-such-python is not a program that can be run; name the python"):
+        vllm.score(DEMO, windows, ids, python=Path("no-such-python"))
+    with pytest.raises(UnknownNameError, match="unknown served 'vlm'; did you mean vllm"):
+        engine("vlm")
+
+
+def test_an_engine_that_refuses_the_model(windows: list[Window], ids: list[NDArray[np.int32]], tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="nothing is not a folder"):
+        transformers.score(tmp_path / "nothing", windows, ids)
+    with pytest.raises(QuantryError, match="no window to score"):
+        transformers.score(DEMO, [], [])
+    config = json.loads((DEMO / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "unheard-of"}), encoding="utf-8")
+    with pytest.raises(
+        QuantryError, match="transformers fails: ValueError: .*`unheard-of`.*; try the model in"
+    ) as caught:
+        transformers.score(tmp_path, windows, ids)
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+
+
+def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path, tokens: list[int]) -> None:
+    many = [Window(tuple(tokens[:500]))] * 500
+    _process.Work(DEMO, 500, many, [ALL[: window.scored] for window in many]).write(tmp_path)
+    command = [sys.executable, str(_process.SCRIPT), "transformers", str(tmp_path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        assert process.stdin
+        process.stdin.close()
+        assert process.wait(60) == inside.ABANDONED
+    assert not (tmp_path / "result.json").exists()
+
+
+def program(folder: Path, *lines: str) -> Path:
+    """A program in the place of a python."""
+    path = folder / "python"
+    path.write_text("\n".join(("#!/bin/sh", *lines)), encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (("echo started", "sleep 600"), "no word for 1 s, the last was: started"),
+        (("echo started", "kill -9 $$"), "ended by SIGKILL: started"),
+        (("echo 'RuntimeError: no room'", "echo goodbye", "exit 3"), "exit code 3: RuntimeError: no room"),
+        (("exit 3",), "exit code 3: it says nothing"),
+        (("exit 0",), "it ends without a result: it says nothing"),
+        (('printf "%0999d\\n" 7', "exit 1"), r"exit code 1: 0{380}0*\.\.\.; try"),
+    ],
+)
+def test_processes_that_misbehave(
+    lines: tuple[str, ...], words: str, windows: list[Window], ids: list[NDArray[np.int32]], tmp_path: Path
+) -> None:
+    """Each leaves a process behind that holds on to its output."""
+    begun, alive = time.monotonic(), tmp_path / "alive"
+    python = program(tmp_path, f"(while sleep 0.02; do echo >> {alive}; done) &", *lines)
+    with pytest.raises(QuantryError, match=f"vLLM fails: {words}"):
+        vllm.score(DEMO, windows, ids, python=python, patience=1)
+    assert time.monotonic() - begun < 20
+    grown = alive.stat().st_size
+    time.sleep(0.3)
+    assert alive.stat().st_size == grown  # nothing is left of it

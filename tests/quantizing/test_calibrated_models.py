@@ -1,0 +1,141 @@
+"""Calibrated jobs on every architecture and on mixtures of experts, layer by layer."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import quantry
+from quantry.blockwise.walk import run
+from quantry.llamacpp import importance
+from quantry.methods.rounders import gptq
+from quantry.models.reader import open_checkpoint
+from quantry.models.tokenizer import load_tokenizer
+from quantry.models.weights import PlainWeights
+from quantry.numerics import ggml
+from quantry.proof.sources import open_source
+from quantry.quantizing.calibration.store import statistics
+from quantry.quantizing.calibration.text import load
+from test_observe import inputs_of
+from tiny_models import ARCHITECTURES, write_model
+
+pytestmark = pytest.mark.usefixtures("exact_store")
+TEXT: dict[str, Any] = {"samples": 16, "length": 64}
+POST_NORM = "Olmo2ForCausalLM"
+MOE = "Qwen3MoeForCausalLM"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a tiny model, which is written once."""
+
+    @cache
+    def folder(architecture: str) -> Path:
+        path: Path = tmp_path_factory.mktemp(architecture)
+        write_model(path, architecture)
+        return path
+
+    return folder
+
+
+def windows(source: Path, **how: Any) -> tuple[tuple[int, ...], ...]:
+    """What a job reads; random models have nothing in common on other text."""
+    return load(None, load_tokenizer(source), context=512, **(how or TEXT)).tokens
+
+
+def logits(folder: Path, tokens: tuple[tuple[int, ...], ...]) -> Tensor:
+    return torch.stack([one.log_softmax(-1) for _, one in run(open_source(folder), tokens, batch=8)])
+
+
+def divergence(wanted: Tensor, found: Tensor) -> float:
+    return float((wanted.exp() * (wanted - found)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture(architecture: str, model: Callable[[str], Path], tmp_path: Path) -> None:
+    """A scale that some reader of a channel does not take up, or a Gram matrix of another input, costs far more."""
+    source = model(architecture)
+    tokens = windows(source)
+    wanted = logits(source, tokens)
+    lost = {}
+    for preset in ("w4a16", "w4a16-gptq", "w4a16-asym", "w4a16-awq"):
+        how = TEXT if preset in ("w4a16-gptq", "w4a16-awq") else {}
+        artefact = quantry.quantize(
+            source, tmp_path / preset, preset=preset, group=16, format="compressed-tensors", **how
+        )
+        assert artefact.quantized_layers > 6
+        lost[preset] = divergence(wanted, logits(tmp_path / preset, tokens))
+        told = any("are not scaled" in note for note in artefact.notes)
+        assert not told or preset == "w4a16-awq"
+        if architecture == POST_NORM and preset == "w4a16-awq":
+            assert told
+    assert lost["w4a16-gptq"] < lost["w4a16"], lost
+    assert lost["w4a16-awq"] < 1.15 * lost["w4a16-asym"], lost
+
+
+def test_transformers_loads_what_is_written(model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Its logits are those of the weights that we decode, scaled norms and all."""
+    from transformers import AutoModelForCausalLM
+
+    for preset in ("w4a16-gptq", "w4a16-awq"):
+        out = tmp_path / preset
+        quantry.quantize(model("LlamaForCausalLM"), out, preset=preset, group=32, format="compressed-tensors", **TEXT)
+        served = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+        tokens = windows(model("LlamaForCausalLM"))
+        with torch.no_grad():
+            found = served(torch.tensor(tokens)).logits.log_softmax(-1)
+        assert torch.allclose(found, logits(out, tokens), atol=2e-2)
+        assert not torch.allclose(found, logits(model("LlamaForCausalLM"), tokens), atol=2e-2)
+
+
+def test_gguf_of_experts_by_hand(model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Every expert by the tokens that came to it; those that few came to by what all of them saw."""
+    source = model(MOE)
+    how: dict[str, Any] = {"samples": 40, "length": 64}
+    artefact = quantry.quantize(source, tmp_path / "out", preset="gguf-q4_0", rounder="gptq", **how)
+    checkpoint = open_checkpoint(source)
+    data = load(None, load_tokenizer(source), context=512, **how)
+    seen = statistics(PlainWeights(checkpoint, source), data)
+    plain, found = open_source(source), open_source(tmp_path / "out")
+    for layer in range(2):
+        stats = seen.block(layer)
+        for leaf in ("gate_proj", "up_proj", "down_proj"):
+            for expert in range(4):
+                module = f"model.layers.{layer}.mlp.experts.{expert}.{leaf}"
+                weight = plain.read(f"{module}.weight")
+                wanted = ggml.dequantize(
+                    gptq.round_blocks(weight, "Q4_0", stats[seen.group(module)]), "Q4_0", weight.shape[1]
+                )
+                assert torch.equal(found.read(f"{module}.weight"), wanted), module
+    quantry.quantize(source, tmp_path / "plain", preset="gguf-q4_0")
+    right, ours, nearest = (logits(folder, data.tokens) for folder in (source, tmp_path / "out", tmp_path / "plain"))
+    assert divergence(right, ours) < divergence(right, nearest)
+    short = [group for layer in range(2) for group in seen.observed(layer).covered()[1]]
+    assert len(short) == sum(int(note.split()[0]) for note in artefact.notes if "have fewer than 256 tokens" in note)
+
+
+def test_importance_of_experts_by_plain_loops(model: Callable[[str], Path], tmp_path: Path) -> None:
+    from transformers import Qwen3MoeForCausalLM
+
+    source = model(MOE)
+    quantry.quantize(source, tmp_path / "out", preset="gguf-q4_0", imatrix="auto", **TEXT)
+    data = load(None, load_tokenizer(source), context=512, **TEXT)
+    loaded = Qwen3MoeForCausalLM.from_pretrained(source, dtype=torch.float32, experts_implementation="eager").eval()
+    seen = inputs_of(loaded, [list(window) for window in data.tokens])
+    vectors = importance.read(tmp_path / "out" / "imatrix.gguf").vectors
+    compared = 0
+    for layer in range(2):
+        for expert in range(4):
+            rows = seen.get(f"model.layers.{layer}.mlp.experts.gate_up_proj.{expert}")
+            if rows is not None:
+                total = torch.zeros(rows.shape[1], dtype=torch.float64)
+                for row in rows:
+                    total += row * row
+                found = torch.from_numpy(vectors[f"blk.{layer}.ffn_gate_exps.weight"][expert]).double()
+                assert torch.allclose(found, total / len(rows), rtol=1e-3)
+                compared += 1
+    assert compared > 4

@@ -1,0 +1,51 @@
+"""Calibrated jobs that are killed: what the next run finishes is byte for byte what an undisturbed one writes."""
+
+import json
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import quantry
+from killed_jobs import kill_and_resume
+from tiny_models import write_model
+
+MOE = "Qwen3MoeForCausalLM"
+TEXT: dict[str, Any] = {"samples": 16, "length": 64}
+KILLED: dict[str, dict[str, Any]] = {
+    "w4a16-awq+gptq": {"preset": "w4a16-awq+gptq", "group": 32, "format": "compressed-tensors"},
+    "gguf": {"preset": "gguf-q4_0", "rounder": "gptq", "imatrix": "auto"},
+    "sequential": {"preset": "w8a8-smoothquant+gptq", "sequential": True, "kv": "fp8"},
+    "sequential gguf": {"preset": "gguf-q4_0", "rounder": "gptq", "sequential": True},
+    "zeroquant": {"preset": "w8a8-zeroquant"},
+}
+
+
+def job(source: Path, out: Path, cache_folder: str, how: dict[str, Any]) -> None:
+    os.environ["QUANTRY_CACHE"] = cache_folder
+    torch.set_num_threads(1)
+    quantry.quantize(source, out, shard_bytes=30_000, **how, **TEXT)
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_kill_9_at_random_moments(name: str, tmp_path: Path) -> None:
+    """A job without a store of statistics, so that each run walks anew; what it noted of experts survives too."""
+    source = tmp_path / "model"
+    source.mkdir()
+    write_model(source, MOE, num_hidden_layers=3, num_experts=8)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["quantry.jobs.quantize", "quantry.quantizing.calibration.calibrator"])
+    (tmp_path / "no store").write_text("in the way")
+
+    def start(out: Path) -> Any:
+        child = context.Process(target=job, args=(source, out, str(tmp_path / "no store"), KILLED[name]))
+        child.start()
+        return child
+
+    expected, killed = kill_and_resume(start, tmp_path, name, rounds=2, shares=(0.02, 0.9))
+    words = "Distillation lowered" if name == "zeroquant" else "have fewer than 256 tokens"
+    assert any(words in note for note in json.loads(expected["quantry.json"])["notes"])
+    assert killed >= 1

@@ -1,0 +1,124 @@
+"""The proof in quantry.json and in the model card: added, replaced, and nothing else changed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quantry
+from quantry.errors import OutputError
+from quantry.quantizing.card import record_proof
+
+PROOF: dict[str, Any] = {
+    "artefact": "/somewhere/out",
+    "reference": "/somewhere/model",
+    "gate": "general",
+    "verdict": "pass",
+    "kl": 0.01671,
+    "kl_median": 0.0061,
+    "kl_p99": 0.119,
+    "top1": 0.925,
+    "perplexity": 7.128,
+    "reference_perplexity": 7.026,
+    "noise_floor": 0.00012,
+    "intervals": {"kl": (0.0151, 0.0182)},
+    "served": {"engine": "llama.cpp", "version": "b9000", "kl": 0.0171, "top1": 0.921, "perplexity": 7.131},
+    "memory": {"predicted": {"weights": 5_000_000, "kv_cache": 1_048_576}, "measured": {"weights": 5_012_345}},
+    "text": {"name": "held-out.txt", "positions": 4080},
+    "findings": [{"words": "fine", "ok": True}, {"words": "agreement is low", "ok": False}],
+}
+
+
+@pytest.fixture
+def artefact(tmp_path: Path) -> Path:
+    quantry.quantize("demo", tmp_path / "out", preset="w8a8")
+    return tmp_path / "out"
+
+
+def test_proof_is_added_and_nothing_else_changes(artefact: Path) -> None:
+    note, card = (artefact / "quantry.json").read_text(), (artefact / "README.md").read_text()
+    assert record_proof(artefact, PROOF)
+    content = json.loads((artefact / "quantry.json").read_text())
+    proof = content.pop("proof")
+    assert json.dumps(content, indent=2) + "\n" == note
+    want = json.loads(json.dumps({**PROOF, "reference": "model"}))
+    del want["artefact"]
+    assert proof == want
+    text = (artefact / "README.md").read_text()
+    assert text.startswith(card.rstrip())
+    assert "somewhere" not in text + json.dumps(proof)
+
+
+def test_what_the_card_says(artefact: Path) -> None:
+    record_proof(artefact, PROOF)
+    text = (artefact / "README.md").read_text()
+    for line in (
+        "Passes the gate *general*, held against model on held-out.txt (4,080 positions).",
+        "| | decoded | served by llama.cpp b9000 |",
+        "| mean KL divergence | 0.0167 (0.0151 to 0.0182) | 0.0171 |",
+        "| median KL divergence | 0.0061 | - |",
+        "| same first token | 92.5% | 92.1% |",
+        "| memory, bytes | predicted | measured |",
+        "| weights | 5,000,000 | 5,012,345 |",
+        "| kv cache | 1,048,576 | - |",
+        "- agreement is low",
+    ):
+        assert line in text.splitlines(), line
+    assert "fine" not in text
+
+
+def test_without_an_engine(artefact: Path) -> None:
+    record_proof(artefact, {**PROOF, "served": None, "memory": None, "verdict": "fail"})
+    text = (artefact / "README.md").read_text()
+    assert "**Fails** the gate" in text
+    assert "| | decoded |\n|---|---|\n" in text
+    assert "predicted" not in text
+
+
+def test_a_second_proof_takes_the_place_of_the_first(artefact: Path) -> None:
+    record_proof(artefact, PROOF)
+    first = [(artefact / name).read_bytes() for name in ("quantry.json", "README.md")]
+    record_proof(artefact, {**PROOF, "gate": r"draft \1", "verdict": "fail"})
+    text = (artefact / "README.md").read_text()
+    assert text.count("## Proof") == 1
+    assert r"*draft \1*" in text
+    record_proof(artefact, PROOF)
+    assert [(artefact / name).read_bytes() for name in ("quantry.json", "README.md")] == first
+    assert not list(artefact.glob("*.partial"))
+
+
+def test_text_after_the_section_stays(artefact: Path) -> None:
+    record_proof(artefact, PROOF)
+    card = artefact / "README.md"
+    card.write_text(card.read_text() + "\nMy own words.\n")
+    record_proof(artefact, {**PROOF, "verdict": "fail"})
+    assert card.read_text().endswith("<!-- end of proof -->\n\nMy own words.\n")
+
+
+def test_another_tools_folder_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("theirs")
+    assert not record_proof(tmp_path, PROOF)
+    assert (tmp_path / "README.md").read_text() == "theirs"
+    assert [file.name for file in tmp_path.iterdir()] == ["README.md"]
+
+
+def test_damaged_notes(artefact: Path) -> None:
+    card = (artefact / "README.md").read_bytes()
+    (artefact / "quantry.json").write_text("{")
+    with pytest.raises(OutputError, match="not JSON"):
+        record_proof(artefact, PROOF)
+    assert (artefact / "README.md").read_bytes() == card
+
+
+def test_a_card_that_is_gone_is_written_anew(artefact: Path) -> None:
+    (artefact / "README.md").unlink()
+    record_proof(artefact, PROOF)
+    assert (artefact / "README.md").read_text().startswith("<!-- proof -->\n## Proof")
+
+
+def test_what_cannot_be_written(artefact: Path) -> None:
+    (artefact / "quantry.json.partial").mkdir()  # where it would be written first
+    with pytest.raises(OutputError, match="cannot write"):
+        record_proof(artefact, PROOF)
+    assert "proof" not in json.loads((artefact / "quantry.json").read_text())
