@@ -10,7 +10,7 @@ AS_ROOT := $(if $(filter 0,$(shell id -u)),,sudo -n)
 APT := $(AS_ROOT) env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300
 INSTALL_BROWSER = $(APT) update >/dev/null && $(APT) install -y --no-install-recommends chromium >/dev/null
 
-.PHONY: demo test test-engines check docs build clean browser
+.PHONY: demo test test-deep test-engines check docs build clean browser
 
 ## demo: the main job on the model that ships with the package, offline: quantize, prove, serve, a first answer
 demo: $(READY)
@@ -21,6 +21,11 @@ demo: $(READY)
 ## test: the whole test suite
 test: $(READY) browser
 	($(FIND_BROWSER)) >/dev/null || export QUANTRY_NO_BROWSER=1; $(BIN)/pytest -n auto --dist worksteal
+
+## test-deep: what make test takes a sample of, in its whole depth
+test-deep: $(READY) browser
+	($(FIND_BROWSER)) >/dev/null || export QUANTRY_NO_BROWSER=1; \
+	  QUANTRY_TEST_DEPTH=deep $(BIN)/pytest -n auto --dist worksteal -m "deep or sampled"
 
 ## browser: what the tests of reports look at pages with; Debian's chromium, installed where there is none
 browser:

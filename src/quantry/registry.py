@@ -1,37 +1,91 @@
-"""Plug-ins by file name: `load("quantry.cli", "inspect")` imports quantry/cli/inspect.py when asked, not before.
+"""Plug-ins by name: `load("quantry.formats", "gptq")` imports quantry/formats/gptq.py when asked, not before.
 
-A plug-in's file name is its name, with `_` written as `-`; files that start with `_` are not plug-ins. There is no
-table to edit: adding a method, a format or an engine is adding a file.
+A built-in plug-in's file name is its name, with `_` written as `-`; files that start with `_`, and `contract.py`, are
+not plug-ins. There is no table to edit: adding a method, a format or an engine is adding a file.
+
+Another package adds one through an entry point whose group is the room's name and whose value is the module:
+
+    [project.entry-points."quantry.rounders"]
+    stochastic = "my_package.stochastic"
+
+Open rooms are `quantry.rounders`, `quantry.fits`, `quantry.transforms`, `quantry.formats` and `quantry.engines`. A
+plug-in of another package is held to the same contract and cannot take the name of a built-in one.
 """
 
 from difflib import get_close_matches
+from functools import cache
 from importlib import import_module
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
-from quantry.errors import UnknownNameError
+from quantry.errors import QuantryError, UnknownNameError
+
+OPEN = frozenset({"rounders", "fits", "transforms", "formats", "engines"})
+CONTRACT = "contract"  # what the plug-ins of a room are held to; no plug-in itself
 
 
 def choices(package: str) -> tuple[str, ...]:
     """The plug-in names of `package`, in alphabetical order, without importing any of them."""
-    spec = find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError(f"{package} is not a package")
-    files = (file for folder in spec.submodule_search_locations for file in Path(folder).glob("[!_]*.py"))
-    return tuple(sorted(file.stem.replace("_", "-") for file in files))
+    return tuple(sorted({**_others(package), **_built_in(package)}))
 
 
 def load(package: str, name: str) -> ModuleType:
     """Imports the plug-in `name` of `package`; an unknown name is answered with the choices."""
-    known = choices(package)
-    if name not in known:
-        kind = package.rpartition(".")[2].removesuffix("s")
-        raise UnknownNameError(f"unknown {kind} {name!r}", fix=suggest(name, known))
-    return import_module(f"{package}.{name.replace('-', '_')}")
+    module = {**_others(package), **_built_in(package)}.get(name)
+    if module is None:
+        raise UnknownNameError(
+            f"unknown {_room(package).removesuffix('s')} {name!r}", fix=suggest(name, choices(package))
+        )
+    try:
+        return import_module(module)
+    except ImportError as error:
+        if module.startswith("quantry."):
+            raise
+        raise QuantryError(
+            f"the {_kind(package)} {name} of {module} cannot be imported ({error})",
+            fix="install what it needs, or remove the package that adds it",
+        ) from error
+
+
+def location(package: str, name: str) -> Path:
+    """The file of a plug-in, without importing it: what lies beside it is its data."""
+    module = {**_others(package), **_built_in(package)}[name]
+    spec = find_spec(module)
+    if spec is None or spec.origin is None:
+        raise QuantryError(f"{module} cannot be found", fix=f"remove the package that adds {name}")
+    return Path(spec.origin)
 
 
 def suggest(name: str, known: tuple[str, ...]) -> str:
     """The closest of the known names, or all of them."""
     close = get_close_matches(name, known, n=3, cutoff=0.6)
     return f"did you mean {' or '.join(close)}?" if close else f"choose one of: {', '.join(known)}"
+
+
+@cache
+def _built_in(package: str) -> dict[str, str]:
+    """The modules of a room by the names of their plug-ins."""
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError(f"{package} is not a package")
+    files = (file for folder in spec.submodule_search_locations for file in Path(folder).glob("[!_]*.py"))
+    return {file.stem.replace("_", "-"): f"{package}.{file.stem}" for file in files if file.stem != CONTRACT}
+
+
+@cache
+def _others(package: str) -> dict[str, str]:
+    """The modules that installed packages add to a room, by the names of their plug-ins."""
+    if _room(package) not in OPEN:
+        return {}
+    return {point.name: point.value for point in entry_points(group=f"quantry.{_room(package)}")}
+
+
+def _room(package: str) -> str:
+    return package.rpartition(".")[2]
+
+
+def _kind(package: str) -> str:
+    """What a plug-in of a room is called."""
+    return _room(package).removesuffix("s")

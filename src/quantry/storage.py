@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 
 VARIABLE = "QUANTRY_CACHE"
+ARTEFACT_FILE = "quantry.json"  # what an artefact says of itself: recipe, versions, hashes, fates, proof
+SENSITIVITY_FILE = "sensitivity.json"  # what a mixture was chosen by
 
 
 def home() -> Path:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
+Progress = Callable[[int, int, str], None]  # done, in all, what is in hand; the unit is the caller's
 LayerKind = Literal["full", "sliding", "mla", "recurrent"]
 
 

@@ -273,7 +273,7 @@ def test_memory_before_a_proof_is_predicted(artefacts: Path) -> None:
     assert content.memory.predicted["kv_cache"] == needed.kv_cache
     assert not content.memory.measured
     assert content.memory.capacity is None  # 100 MiB beside 29 GiB is nothing to draw
-    assert any("28.80 GiB" in note for note in content.notes)
+    assert any("28.8 GiB" in note for note in content.notes)
     small = reporting.content_of(artefacts / "mixed", replace(DESKTOP, usable=200 << 20))
     assert small.memory is not None
     assert small.memory.capacity == 200 << 20
@@ -307,7 +307,7 @@ def test_the_same_folder_gives_the_same_bytes(changed: Path, tmp_path: Path) -> 
     assert page == changed / "report.html"
     assert sorted(one.name for one in changed.iterdir() if "report" in one.name) == ["report.html", "report.png"]
     other = Path(shutil.copytree(changed, tmp_path / "elsewhere" / "copy"))
-    script = "import sys; from pathlib import Path; from quantry import reporting as r; p = Path(sys.argv[1]); r.write(p, r.content_of(p))"
+    script = "import sys; from pathlib import Path; from quantry.jobs import artefact_report as r; p = Path(sys.argv[1]); r.write(p, r.content_of(p))"
     subprocess.run([sys.executable, "-c", script, str(other)], check=True)
     for name in ("report.html", "report.png"):
         assert (other / name).read_bytes() == (changed / name).read_bytes()

@@ -1,6 +1,7 @@
 """The bit budget: what people write, and the solver against brute force and against a table of every size."""
 
 import random
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -224,7 +225,7 @@ def test_same_items_and_budget_give_the_same_choice() -> None:
     runs = {
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=folder,
-            env={"PYTHONHASHSEED": seed, "PYTHONDONTWRITEBYTECODE": "1"},
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONDONTWRITEBYTECODE": "1"},
         ).stdout
         for seed in ("1", "2")
     }  # fmt: skip

@@ -632,6 +632,6 @@ def test_numbers_in_a_card_become_text(converted: Path, tmp_path: Path) -> None:
 
 
 def test_no_torch_is_needed() -> None:
-    names = "import sys; from quantry.llamacpp import families, metadata, targets; import gguf"
+    names = "import sys; from quantry.llamacpp import families, metadata, tensor_map; import gguf"
     run = subprocess.run([sys.executable, "-c", f"{names}; print([n for n in ('torch', 'transformers') if n in sys.modules])"], capture_output=True, text=True, check=True)  # fmt: skip
     assert run.stdout.strip() == "[]"

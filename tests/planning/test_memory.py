@@ -550,7 +550,7 @@ def test_parts_are_the_whole() -> None:
 
 
 def test_every_term_has_a_source_and_a_date() -> None:
-    data = tomllib.loads(files("quantry.planning").joinpath("terms.toml").read_text(encoding="utf-8"))
+    data = tomllib.loads(files("quantry.planning.memory").joinpath("terms.toml").read_text(encoding="utf-8"))
     rows = [row for value in data.values() for row in (value if isinstance(value, list) else [value])]
     rows += [change for row in rows for change in row.get("changes", ())]
     assert all(row.get("source") and row.get("date") for row in rows)
@@ -636,7 +636,7 @@ def test_context_above_the_models_own_is_possible_and_said() -> None:
 
 def test_no_torch_is_imported() -> None:
     code = (
-        "import sys; from quantry.planning import memory, models; from quantry.quantizing.recipe import Recipe, presets;"
+        "import sys; from quantry.planning import models; from quantry.planning.memory import footprint as memory; from quantry.quantizing.recipe import Recipe, presets;"
         "from quantry.devices.catalogue import parse; from quantry.types import Workload;"
         "p = presets();"
         "c = models.open_model('llama-3.1-70b'); d = parse('H100').device;"

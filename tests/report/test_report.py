@@ -277,7 +277,7 @@ def test_what_is_not_known_is_not_there() -> None:
         Content("t", rows=(Row("w4a16", 5 * GIB, 4.5),), memory=Memory({"weights": 5 * GIB}), serve="vllm serve x")
     )
     assert re.findall(r'<figure id="(\w+)"', quantized) == ["memory"]
-    assert "5.00 GiB" in quantized
+    assert "5.0 GiB" in quantized
     assert "KL" not in quantized.split("</style>")[1]
     assert decoded(picture(Content("Just a title"))).std() > 0
 

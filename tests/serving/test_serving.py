@@ -24,10 +24,10 @@ from conftest import LLAMA, MakeFolder
 from quantry import devices
 from quantry.engines.contract import Command, Serving, Step
 from quantry.errors import QuantryError
-from quantry.planning.candidates import gib
 from quantry.planning.memory.footprint import Settings, footprint
 from quantry.planning.models import find_model
 from quantry.planning.models import open_model as planned_model
+from quantry.report.sizes import human
 from quantry.serving import Options, choose, container, embedded, prepare, process, serve
 from quantry.serving.cores import physical_cores
 from quantry.serving.process import EngineError, Launch, Running
@@ -597,7 +597,7 @@ def test_memory_that_is_not_there() -> None:
     with pytest.raises(QuantryError) as caught:
         choose.fitted(serving, model, machine)
     for part in (needed.weights, needed.kv_cache, needed.per_device):
-        assert gib(part) in str(caught.value)
+        assert human(part) in str(caught.value)
     words = str(caught.value).partition("this would fit: ")[2].split()
     names = {"--context": "context", "--parallel": "concurrency", "--kv": "kv"}
     change: dict[str, Any] = {

@@ -39,9 +39,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from quantry.errors import CheckpointError, ConfigError, OutputError, QuantryError, WeightError
 from quantry.models.parts import part_of
 from quantry.numerics.activations import simulate
-from quantry.types import Activation
+from quantry.types import Activation, Progress
 
-Progress = Callable[[int, int, str], None]  # blocks done, blocks in all, the block in hand
 Seen = Callable[[str, int | None, Tensor], Tensor | None]
 Made = Callable[[str, int | None, Tensor, Tensor], None]
 Place = tuple[str, int | None]  # a linear layer as LinearInputs names it: a parameter, and the number in a stack

@@ -3,11 +3,13 @@
 The progress bar is on standard error, so that standard output stays for results.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import typer
+
+from quantry.types import Progress
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
     from quantry.types import Artefact
 
 WIDE = 140  # characters of a table that goes into a file
-
-Progress = Callable[[int, int, str], None]
 
 
 @contextmanager

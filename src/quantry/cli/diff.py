@@ -42,14 +42,14 @@ def picture(found: "Difference") -> list["RenderableType"]:
     """The difference as a person would rather see it."""
     from rich.table import Table
 
-    from quantry.cli.inspect import human_bytes
+    from quantry.report.sizes import human
 
     sides = Table(box=None, padding=(0, 1), header_style="dim")
     for heading in ("", "A", "B"):
         sides.add_column(heading, overflow="fold")
     sides.add_row("model", found.a["source"], found.b["source"])
     sides.add_row("stored as", found.a["stored"], found.b["stored"])
-    sides.add_row("size", human_bytes(found.a["bytes"]), human_bytes(found.b["bytes"]))
+    sides.add_row("size", human(found.a["bytes"]), human(found.b["bytes"]))
     sides.add_row("bits a weight", f"{found.a['bits_per_weight']:.2f}", f"{found.b['bits_per_weight']:.2f}")
     sides.add_row("perplexity", f"{found.a['perplexity']:.3f}", f"{found.b['perplexity']:.3f}")
 

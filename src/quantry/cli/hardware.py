@@ -58,12 +58,12 @@ def picture(machine: "Hardware") -> list["RenderableType"]:
 
 
 def _facts(machine: "Hardware") -> list[tuple[str, str]]:
-    from quantry.cli.inspect import human_bytes
+    from quantry.report.sizes import human
 
     if machine.cores is None:  # described, not detected
         return []
-    size = human_bytes(machine.host_memory or 0)
-    left = "" if machine.host_available is None else f", {human_bytes(machine.host_available)} available"
+    size = human(machine.host_memory or 0)
+    left = "" if machine.host_available is None else f", {human(machine.host_available)} available"
     usable = machine.usable_cores if machine.usable_cores is not None else machine.threads
     return [
         ("processor", machine.cpu.name),
@@ -76,13 +76,13 @@ def _facts(machine: "Hardware") -> list[tuple[str, str]]:
 
 def _row(device: "Device", count: int) -> dict[str, str]:
     """The cells of a device by column; empty where there is nothing to say."""
-    from quantry.cli.inspect import human_bytes
+    from quantry.report.sizes import human
 
     return {
         "device": f"{count} x {device.name}" if count > 1 else device.name,
-        "memory": human_bytes(device.memory),
-        "usable": human_bytes(device.usable),
-        "free": "" if device.free is None else human_bytes(device.free),
+        "memory": human(device.memory),
+        "usable": human(device.usable),
+        "free": "" if device.free is None else human(device.free),
         "bandwidth": f"{device.bandwidth / 1e9:,.0f} GB/s",
         "to its peers": f"{device.link.kind} {device.link.bandwidth / 1e9:,.0f} GB/s" if device.link.bandwidth else "",
         "USD/h": "" if device.price is None else f"{device.price:.2f}",

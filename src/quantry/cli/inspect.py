@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quantry.report.sizes import human
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -55,7 +57,7 @@ def picture(anatomy: "Anatomy") -> list["RenderableType"]:
         bar = "█" * round(BAR * part.bytes / largest) or "▏"
         dtypes = ", ".join(f"{dtype} {nbytes / part.bytes:.0%}" for dtype, nbytes in _by_size(part.dtypes))
         dtypes = dtypes if len(part.dtypes) > 1 else next(iter(part.dtypes))
-        parts.add_row(part.name, f"{part.tensors:,}", f"{part.parameters:,}", human_bytes(part.bytes), bar, dtypes)
+        parts.add_row(part.name, f"{part.tensors:,}", f"{part.parameters:,}", human(part.bytes), bar, dtypes)
     return [f"[bold]{anatomy.source}[/bold]", facts, "", parts]
 
 
@@ -65,7 +67,7 @@ def _facts(anatomy: "Anatomy") -> list[tuple[str, str]]:
     return [
         ("architecture", f"{anatomy.architecture}, {anatomy.blocks} blocks ({anatomy.format})"),
         ("parameters", f"{anatomy.parameters:,}"),
-        ("size", f"{human_bytes(anatomy.bytes)} in {anatomy.tensors:,} tensors"),
+        ("size", f"{human(anatomy.bytes)} in {anatomy.tensors:,} tensors"),
         ("bits a weight", f"{anatomy.bits_per_weight:.2f}"),
         ("quantization", f"{quantized.method}, {quantized.bits:g} bits{group}" if quantized else "none"),
         ("head", "tied to the embedding" if anatomy.tied_head else "own weights"),
@@ -82,15 +84,9 @@ def _kv_line(layers: "KVLayers") -> str:
     if layers.window:
         line += f", at most {layers.window:,} tokens"
     if layers.kind == "recurrent":
-        line += f", constant state of {human_bytes(layers.state_bytes) if layers.state_bytes else 'unknown size'}"
+        line += f", constant state of {human(layers.state_bytes) if layers.state_bytes else 'unknown size'}"
     return line
 
 
 def _by_size(dtypes: "Mapping[str, int]") -> list[tuple[str, int]]:
     return sorted(dtypes.items(), key=lambda item: -item[1])
-
-
-def human_bytes(count: int) -> str:
-    """1536 -> '1.5 KiB'."""
-    power = min(max(count.bit_length() - 1, 0) // 10, 4)
-    return f"{count / 1024**power:.{1 if power else 0}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

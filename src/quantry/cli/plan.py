@@ -116,15 +116,15 @@ def _bar(option: "Option") -> list["Text"]:
     """Memory by part, as a share of what may be filled on all devices."""
     from rich.text import Text
 
-    from quantry.cli.inspect import human_bytes
+    from quantry.report.sizes import human
 
     memory, line, words = option.memory, Text("  "), Text("  ")
     whole = max(memory["limit"] * option.layout["devices"] + memory["host"], memory["total"])
     for name, style in PARTS:
         line.append("█" * max(round(BAR * memory[name] / whole), 1 if memory[name] else 0), style)
-        words.append(f"{name.replace('_', ' ')} {human_bytes(memory[name])}  ", style)
+        words.append(f"{name.replace('_', ' ')} {human(memory[name])}  ", style)
     line.append("░" * max(0, BAR + 2 - len(line)), "dim")
-    line.append(f" {human_bytes(memory['per_device'])} of {human_bytes(memory['limit'])} on each device")
+    line.append(f" {human(memory['per_device'])} of {human(memory['limit'])} on each device")
     return [line, words]
 
 
@@ -139,7 +139,7 @@ def _commands(option: "Option") -> list["Text"]:
 def _table(options: "tuple[Option, ...]") -> "RenderableType":
     from rich.table import Table
 
-    from quantry.cli.inspect import human_bytes
+    from quantry.report.sizes import human
 
     table = Table(box=None, padding=(0, 1), header_style="dim")
     right = ("devices", "at once", "memory", "tokens/s")
@@ -148,7 +148,7 @@ def _table(options: "tuple[Option, ...]") -> "RenderableType":
     for one in options:
         table.add_row(
             one.preset, one.engine, one.kv_cache_type, one.quality, _devices(one),
-            str(one.layout["concurrency"]), human_bytes(one.memory["total"]),
+            str(one.layout["concurrency"]), human(one.memory["total"]),
             f"{one.speed['decode_tokens_per_s']:,.0f}",
         )  # fmt: skip
     return table
@@ -164,11 +164,11 @@ def _nothing(plan: "Plan") -> list["RenderableType"]:
     """What to say when nothing fits: what does, and why not this."""
     from rich.text import Text
 
-    from quantry.cli.inspect import human_bytes
+    from quantry.report.sizes import human
 
     found: list[RenderableType] = [Text("Nothing fits.", "bold red")]
     for near in plan.nearest:
-        size = human_bytes(near.per_device)
+        size = human(near.per_device)
         found.append(
             Text(f"  {near.what}: {near.change}, {near.preset} in {near.engine} ({size} on each device)", "green")
         )

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from quantry.cli._job import Progress
     from quantry.jobs.run import Run, Step
+    from quantry.types import Progress
 
 INTERRUPTED = 130
 

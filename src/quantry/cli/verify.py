@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quantry.storage import ARTEFACT_FILE
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -73,7 +75,7 @@ def command(
         )
     folder = Path(artefact).expanduser()
     folder = folder if folder.is_dir() else folder.parent
-    page = write_report(folder) if report and (folder / "quantry.json").is_file() else None
+    page = write_report(folder) if report and (folder / ARTEFACT_FILE).is_file() else None
     if json:
         from json import dumps
 

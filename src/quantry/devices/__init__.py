@@ -7,6 +7,7 @@ from typing import Any, Literal
 Vendor = Literal["nvidia", "amd", "apple", "intel", "arm", "x86"]
 Kind = Literal["gpu", "unified", "cpu"]
 LinkKind = Literal["nvlink", "infinity-fabric", "pcie5", "pcie4", "pcie3", "none"]
+PLATFORMS = {"nvidia": "cuda", "amd": "rocm", "intel": "xpu", "apple": "metal"}  # by vendor; CPUs are cpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,11 @@ class Device:
     date: str = ""
     aliases: tuple[str, ...] = ()
     free: int | None = None
+
+    @property
+    def platform(self) -> str:
+        """What engines are built for there: cuda, rocm, metal, xpu or cpu."""
+        return "cpu" if self.kind == "cpu" else PLATFORMS.get(self.vendor, "cpu")
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,15 +27,15 @@ from quantry.models.linears import EXPERT
 from quantry.models.parts import BLOCK, decoder_block, part_of
 from quantry.models.reader import open_checkpoint
 from quantry.models.writer import write_atomically
-from quantry.planning.feasibility import PLATFORMS
 from quantry.planning.memory.footprint import footprint
 from quantry.quantizing.recipe import presets
 from quantry.report import Content, Memory, Row, picture, render
 from quantry.report.content import BlockMap, Interval
 from quantry.report.sizes import human
+from quantry.storage import ARTEFACT_FILE
 from quantry.types import Checkpoint, TensorInfo, Workload
 
-CARD, SENSITIVITY = "quantry.json", "sensitivity.json"
+CARD, SENSITIVITY = ARTEFACT_FILE, "sensitivity.json"
 PAGE, PICTURE = "report.html", "report.png"
 CONTEXT = 4096  # tokens that memory is predicted for, if the model takes as many
 SERVED_BY = {"gguf": "llama.cpp", "bitsandbytes": "transformers"}  # all other formats: vLLM
@@ -265,7 +265,7 @@ def _command(folder: Path, checkpoint: Checkpoint, told: Mapping[str, Any], engi
         return ""
     ggufs = sorted(name for name in checkpoint.files if name.endswith(".gguf"))
     kv = CACHES.get(engine, {}).get(str(_recipe(told).get("kv")), "auto")
-    platform = "cpu" if device.kind == "cpu" else PLATFORMS.get(device.vendor, "cpu")
+    platform = device.platform
     name = folder.resolve().name
     asked = Serving(
         model=f"{name}/{ggufs[0]}" if ggufs else name,

@@ -28,10 +28,10 @@ from quantry.quantizing import card
 from quantry.quantizing.containers import gguf_file
 from quantry.quantizing.containers.folder import SafetensorsFolder, small_files
 from quantry.quantizing.makers import BlockMaker, Inputs, Maker, Quantizer, Reader
-from quantry.quantizing.pipeline import Container, Job, Progress, write
+from quantry.quantizing.pipeline import Container, Job, write
 from quantry.quantizing.recipe import AUTO, CAST, Recipe, from_options
-from quantry.quantizing.tensor_plan import Assemble, Division, by_block, divide, shards
-from quantry.types import Anatomy, Artefact, Checkpoint
+from quantry.quantizing.tensor_plan import Assemble, TensorPlan, by_block, divide, shards
+from quantry.types import Anatomy, Artefact, Checkpoint, Progress
 
 if TYPE_CHECKING:
     from quantry.jobs.auto.mixture import Mixture
@@ -143,7 +143,7 @@ def quantize(
 class Order(NamedTuple):
     """What a format makes of a checkpoint: the pieces, and who makes them and into what, once the weights are here."""
 
-    division: Division
+    division: TensorPlan
     container: Callable[[Path], Container]
     maker: Callable[[Reader, Inputs | None], Maker]
 
@@ -233,7 +233,7 @@ def _sizes(order: Order) -> tuple[int, int]:
     return padded + sum(len(container.header(number, cut)) for number in range(len(cut))), order.division.bytes
 
 
-def _targets(division: Division) -> dict[str, Target]:
+def _targets(division: TensorPlan) -> dict[str, Target]:
     return {piece.name: piece.target for piece in division.pieces if isinstance(piece, Assemble)}
 
 
@@ -241,7 +241,7 @@ def _calibrated(
     checkpoint: Checkpoint,
     steps: Recipe,
     anatomy: Anatomy,
-    division: Division,
+    division: TensorPlan,
     device: torch.device,
     options: Mapping[str, Any],
 ) -> "Calibrated | None":

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from quantry.errors import ConfigError
+from quantry.errors import CheckpointError, ConfigError
 from quantry.types import Checkpoint, Quantization, TensorInfo
 
 # Tensors that describe the quantization and are no weights of the model.
@@ -19,6 +19,21 @@ PARAMETERS = re.compile(
     r"|_(weight|input)_zero_point|\.weight_(zero_point|g_idx|shape)|_proj_scale(_inv)?|_(scales|zero_points))$"
 )
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+def check_sixteen_bit(checkpoint: Checkpoint) -> None:
+    """Refuses a checkpoint whose weights are no longer 16 bit."""
+    if checkpoint.format == "gguf":
+        raise CheckpointError(
+            f"{checkpoint.source} is a GGUF file",
+            fix="use the model it was made from, or turn it back with quantry convert --to bf16",
+        )
+    found = quantization(checkpoint)
+    if found:
+        raise CheckpointError(
+            f"{checkpoint.source} is already quantized ({found.method}, {found.bits:g} bits)",
+            fix="use the 16-bit original, or quantry convert for another format",
+        )
 
 
 def quantization(checkpoint: Checkpoint) -> Quantization | None:

@@ -3,8 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
-from quantry.errors import CheckpointError
-from quantry.models.already_quantized import quantization, weights_of
+from quantry.models.already_quantized import check_sixteen_bit, quantization, weights_of
 from quantry.models.attention import block_count, context_length, kv_layers
 from quantry.models.parts import ORDER, part_of
 from quantry.models.reader import open_checkpoint
@@ -73,16 +72,6 @@ def _tied_head(checkpoint: Checkpoint, parts: tuple[Part, ...]) -> bool:
 
 
 def sixteen_bit(checkpoint: Checkpoint) -> Anatomy:
-    """The anatomy of a checkpoint that can be quantized."""
-    if checkpoint.format == "gguf":
-        raise CheckpointError(
-            f"{checkpoint.source} is a GGUF file",
-            fix="quantize the safetensors it was made from, or turn it back with quantry convert --to bf16",
-        )
-    anatomy = dissect(checkpoint)
-    if anatomy.quantization:
-        raise CheckpointError(
-            f"{checkpoint.source} is already quantized ({anatomy.quantization.method})",
-            fix="quantize the 16-bit original, or use quantry convert",
-        )
-    return anatomy
+    """The anatomy of a checkpoint that can be quantized; any other is refused."""
+    check_sixteen_bit(checkpoint)
+    return dissect(checkpoint)

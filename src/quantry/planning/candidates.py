@@ -13,19 +13,20 @@ from quantry.devices import Device, Hardware
 from quantry.engines import latest
 from quantry.errors import QuantryError
 from quantry.models.attention import block_count
+from quantry.models.experts import expert_count
 from quantry.models.gguf import block_sizes
-from quantry.planning.feasibility import PLATFORMS, feasible
+from quantry.planning.feasibility import feasible
 from quantry.planning.memory import footprint as memory
 from quantry.planning.memory.footprint import Deployment, Settings
 from quantry.planning.rules import Facts, Use, caches, capability, engine_rows, is_spare, left_out, refusal, tier
 from quantry.quantizing.recipe import Preset, Recipe, preset, presets
 from quantry.quantizing.tensor_plan import main_dtype
+from quantry.report.sizes import human
 from quantry.types import Checkpoint, Footprint, Verdict, Workload
 
 LAYERED = ("llama.cpp", "ollama")  # engines that give devices whole layers
 SMALLER_GROUPS = (64, 32)
 THROUGHPUT = ("high-throughput", "high-scale-api")  # uses that a smaller cache is always tried for
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Request:
 
     @property
     def platform(self) -> str:
-        return "cpu" if self.device.kind == "cpu" else PLATFORMS.get(self.device.vendor, "cpu")
+        return self.device.platform
 
     @cached_property
     def parameters(self) -> int:
@@ -70,7 +71,7 @@ class Request:
             "device_gib": self.device.memory / (1 << 30),
             "parameters": self.parameters / 1e9,
             "vision": "vision_config" in self.checkpoint.config,
-            "experts": next((text[key] for key in EXPERTS if isinstance(text.get(key), int)), 0),
+            "experts": expert_count(text),
             "context": self.workload.context,
             "concurrency": self.workload.concurrency,
         }
@@ -206,7 +207,7 @@ def _try(request: Request, chosen: Preset, engine: str, offload: bool) -> tuple[
         return [], [Refused((chosen.name,), engine, ruled.why, ruled.fix)]
     least, most = least_bytes(request, chosen), _most_bytes(request, engine, offload)
     if least > most:
-        why = f"its weights take {gib(least)} at the least, and there are {gib(most)}"
+        why = f"its weights take {human(least)} at the least, and there are {human(most)}"
         return [], [
             Refused((chosen.name,), engine, why, "use fewer bits, or more or larger devices", int(least - most))
         ]
@@ -418,13 +419,5 @@ def _too_large(request: Request, candidate: Candidate) -> Refused:
         needed, there, word = memory.host_memory(candidate.footprint), host_room(request), "host"
     alone = candidate.deployment.tensor_parallel * there < weights
     fix = "use fewer bits, more or larger devices" if alone else "use a shorter --context or a lower --concurrency"
-    why = f"needs {gib(needed)} on each device, and {word} has {gib(there)} to fill"
+    why = f"needs {human(needed)} on each device, and {word} has {human(there)} to fill"
     return Refused((candidate.recipe.preset.name,), candidate.engine, why, fix, needed - there)
-
-
-def gib(count: float) -> str:
-    """Bytes for people: GiB, or a smaller unit below a tenth of one."""
-    for size, unit in ((1 << 30, "GiB"), (1 << 20, "MiB")):
-        if count >= size / 10:
-            return f"{count / size:,.1f} {unit}"
-    return f"{count:,.0f} bytes"

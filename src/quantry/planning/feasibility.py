@@ -36,6 +36,7 @@ from quantry.formats import spell
 from quantry.llamacpp import families
 from quantry.llamacpp.mixture import BLOCKS, FALLBACKS
 from quantry.models.attention import block_count, text_config
+from quantry.models.experts import expert_count
 from quantry.models.linears import EXPERT, Linear, linears
 from quantry.models.parts import block_of
 from quantry.quantizing.recipe import CAST, Preset, Recipe
@@ -99,8 +100,6 @@ WORDS = {  # every fact, in the words of a message
     "unstorable": "storage",
     "kernel": "kernel",  # known to cautions alone
 }
-PLATFORMS = {"nvidia": "cuda", "amd": "rocm", "intel": "xpu", "apple": "metal"}
-EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 # Layers cut along their inputs when a model is spread over devices, and layers that every device holds whole; all
 # others are cut along their outputs. As vLLM 0.32's models do (RowParallelLinear, ReplicatedLinear), and other engines.
 INPUTS_CUT = frozenset({"o_proj", "out_proj", "down_proj", "w2", "dense", "dense_4h_to_h", "fc2", "c_proj", "wo"})
@@ -335,7 +334,7 @@ def _recipe(scheme: Scheme, form: str) -> Recipe:
 def _deployment(device: Device, tensor_parallel: int, packages: Collection[str], features: Collection[str]) -> Facts:
     numbers = re.fullmatch(r"(\d+)\.(\d)", device.capability or "")
     return {
-        "platform": "cpu" if device.kind == "cpu" else PLATFORMS.get(device.vendor, "cpu"),
+        "platform": device.platform,
         "family": device.family,
         "capability": int(numbers[1]) * 10 + int(numbers[2]) if numbers else None,
         "gfx": device.capability if device.vendor == "amd" else None,
@@ -368,7 +367,7 @@ def _model(checkpoint: Checkpoint, recipe: Recipe) -> Facts:
         "heads": heads,
         "kv_heads": _number(text.get("num_key_value_heads")) or heads,
         "vocabulary": _number(text.get("vocab_size")),
-        "experts": next((_number(text[key]) or 0 for key in EXPERT_COUNTS if key in text), 0),
+        "experts": expert_count(text),
         "vision": "vision_config" in config,
         "act_order": _act_order(config),
         "dtype": _dtype(checkpoint, recipe),

@@ -15,10 +15,11 @@ from quantry.devices import Hardware
 from quantry.errors import QuantryError
 from quantry.models.attention import context_length
 from quantry.planning.budget import LARGEST, Budget, Fit
-from quantry.planning.candidates import LAYERED, gib
+from quantry.planning.candidates import LAYERED
 from quantry.planning.feasibility import feasible
 from quantry.planning.memory.footprint import Deployment, Settings, footprint_of, room, weights_bytes
 from quantry.quantizing.recipe import Recipe
+from quantry.report.sizes import human
 from quantry.types import Checkpoint, Footprint, Workload
 
 HOST = "(host)"
@@ -43,8 +44,8 @@ def allowed(
     size = weights_bytes(checkpoint, recipe, keep_odd=True) + more
     if limit <= other or size <= 0:
         raise QuantryError(
-            f"nothing is left for weights on {fit.device} at {fit.context} tokens: {engine} may fill {gib(limit)} of a "
-            f"device and takes {gib(other)} without them",
+            f"nothing is left for weights on {fit.device} at {fit.context} tokens: {engine} may fill "
+            f"{human(limit)} of a device and takes {human(other)} without them",
             fix="use a shorter context or a larger device",
         )
     name = deployment.device.name if count == 1 else f"{count}x {deployment.device.name}"

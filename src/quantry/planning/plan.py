@@ -16,16 +16,15 @@ from quantry import devices
 from quantry.devices import Device, Hardware
 from quantry.devices.catalogue import catalogue
 from quantry.engines import engine as engine_data
-from quantry.errors import CheckpointError, QuantryError
+from quantry.errors import QuantryError
 from quantry.formats.gguf import NAME as GGUF
-from quantry.models.already_quantized import quantization
+from quantry.models.already_quantized import check_sixteen_bit
 from quantry.models.attention import context_length
 from quantry.planning.candidates import (
     Candidate,
     Refused,
     Request,
     find,
-    gib,
     least_bytes,
     planned_presets,
     share_on_device,
@@ -39,6 +38,7 @@ from quantry.planning.speed.throughput import Prediction
 from quantry.quantizing.containers import gguf_file
 from quantry.quantizing.recipe import Recipe, presets
 from quantry.quantizing.tensor_plan import shards
+from quantry.report.sizes import human
 from quantry.types import Checkpoint, Workload
 
 SHOWN = 12  # options of a plan
@@ -122,7 +122,7 @@ def plan(
 ) -> Plan:
     """What to make of `model` and how to serve it on the machine that `gpu` describes, or on this one."""
     checkpoint = open_model(model)
-    _check_sixteen_bit(checkpoint)
+    check_sixteen_bit(checkpoint)
     return decide(_request(str(model), checkpoint, gpu, use, context, concurrency, engine, budget))
 
 
@@ -221,7 +221,7 @@ def _budget(text: str | int | None, hardware: Hardware) -> int | None:
         raise QuantryError(f"a budget of {str(text)[:40]!r} is no size", fix="write --budget 8GiB")
     if size > hardware.usable:
         raise QuantryError(
-            f"a budget of {gib(size)} is more than the {gib(hardware.usable)} of {_name(hardware)}",
+            f"a budget of {human(size)} is more than the {human(hardware.usable)} of {_name(hardware)}",
             fix="leave --budget out, or plan for a larger machine with --gpu",
         )
     return size
@@ -230,20 +230,6 @@ def _budget(text: str | int | None, hardware: Hardware) -> int | None:
 def _opened_as(model: str, checkpoint: Checkpoint) -> str:
     """What `quantry quantize` can open: of a model that is known by its shape, the hub id of its weights."""
     return str(checkpoint.metadata.get("repo", model))
-
-
-def _check_sixteen_bit(checkpoint: Checkpoint) -> None:
-    if checkpoint.format == "gguf":
-        raise CheckpointError(
-            f"{checkpoint.source} is a GGUF file, which is quantized already or cannot be",
-            fix="plan the model that it was made of",
-        )
-    found = quantization(checkpoint)
-    if found:
-        raise CheckpointError(
-            f"{checkpoint.source} is already quantized ({found.method}, {found.bits:g} bits)",
-            fix="plan its 16-bit original, or use quantry convert for another format",
-        )
 
 
 def _check_possible(request: Request, found: Sequence[Candidate], refused: Sequence[Refused]) -> None:
@@ -261,9 +247,9 @@ def _check_possible(request: Request, found: Sequence[Candidate], refused: Seque
         name, least = min(sizes.items(), key=lambda item: item[1])
         if least > request.budget:
             raise QuantryError(
-                f"a budget of {gib(request.budget)} is impossible: the smallest weights of {request.model} "
-                f"take {gib(least)} ({name})",
-                fix=f"give --budget more than {gib(least)}, or plan a smaller model",
+                f"a budget of {human(request.budget)} is impossible: the smallest weights of {request.model} "
+                f"take {human(least)} ({name})",
+                fix=f"give --budget more than {human(least)}, or plan a smaller model",
             )
 
 
@@ -513,7 +499,7 @@ def _reasons(scored: _Scored, ruled: Sequence[str]) -> tuple[str, ...]:
     one = scored.candidate
     found = [*ruled, f"{one.engine} {one.version}: {one.verdict.reason}"]
     share = one.footprint.per_device / one.limit
-    found.append(f"{gib(one.footprint.per_device)} of {gib(one.limit)} on each device ({share:.0%})")
+    found.append(f"{human(one.footprint.per_device)} of {human(one.limit)} on each device ({share:.0%})")
     if _is_sixteen(one):
         copied = "the model is 16 bit: quantize only copies it, and can be left out"
         found.append("16 bit: nothing is rounded, the file is only converted" if one.recipe.format == GGUF else copied)
@@ -532,7 +518,7 @@ def _warnings(request: Request, scored: _Scored, ruled: Sequence[str]) -> tuple[
         found.append("memory is nearly full: a longer context or one more sequence may not fit")
     free = request.device.free
     if free is not None and one.footprint.per_device > free:
-        found.append(f"only {gib(free)} of {request.device.name} are free now")
+        found.append(f"only {human(free)} of {request.device.name} are free now")
     if one.devices * one.replicas < request.hardware.count:
         found.append(
             f"{request.hardware.count - one.devices * one.replicas} of {request.hardware.count} devices stay idle"
@@ -542,9 +528,9 @@ def _warnings(request: Request, scored: _Scored, ruled: Sequence[str]) -> tuple[
 
 def _offload_words(request: Request, one: Candidate) -> str:
     assert one.deployment.offload_layers is not None
-    assumed = "" if request.hardware.host_memory else f" (taken to have {gib(request.hardware.cpu.memory)})"
+    assumed = "" if request.hardware.host_memory else f" (taken to have {human(request.hardware.cpu.memory)})"
     return (
-        f"{one.deployment.offload_layers} layers fit on the GPU; {gib(memory.host_memory(one.footprint))} stay "
+        f"{one.deployment.offload_layers} layers fit on the GPU; {human(memory.host_memory(one.footprint))} stay "
         f"in the memory of the host{assumed}, which sets the pace"
     )
 

@@ -19,6 +19,7 @@ from quantry.llamacpp.model import Model
 from quantry.models.attention import text_config
 from quantry.models.reader import DEMO, demo_folder
 from quantry.proof.sources import ModelSource, check_finished, open_source, tokenizer
+from quantry.storage import ARTEFACT_FILE
 
 CONTEXT = 32  # tokens: llama.cpp only tokenizes here
 START = 4000  # characters of the text that both tokenize
@@ -115,7 +116,7 @@ def _finished(path: Path) -> Check:
 def check_files(path: Path) -> Check:
     """The files that quantry.json lists, by size and SHA-256."""
     folder = path.parent if path.is_file() else path
-    note = folder / "quantry.json"
+    note = folder / ARTEFACT_FILE
     if not note.is_file():
         return Check("files", True, "no quantry.json: only headers and sizes are held against each other")
     try:

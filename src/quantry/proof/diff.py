@@ -1,6 +1,6 @@
 """`quantry.diff`: two models side by side on the same text, and the tensors in which they differ most."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import tee
 from pathlib import Path
@@ -15,9 +15,7 @@ from quantry.proof.divergence import Compact, Observed
 from quantry.proof.sources import ModelSource, open_source, tokenizer
 from quantry.proof.text import Window, default_text, read_text
 from quantry.proof.text import windows as cut
-from quantry.types import Difference
-
-Progress = Callable[[int, int, str], None]
+from quantry.types import Difference, Progress
 
 FIGURES = ("kl", "kl_median", "kl_p99", "top1")
 SHOWN = 10

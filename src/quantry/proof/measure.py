@@ -1,6 +1,6 @@
 """Both models on the same windows: the reference from its cache, the artefact from its bytes and in its engine."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +13,7 @@ from quantry.proof.divergence import Array, Compact, Divergence, Observed
 from quantry.proof.reference import Reference, shortfall
 from quantry.proof.served import Served
 from quantry.proof.sources import ModelSource
-
-Progress = Callable[[int, int, str], None]
+from quantry.types import Progress
 
 
 @dataclass(frozen=True, slots=True, eq=False)

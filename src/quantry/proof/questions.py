@@ -1,7 +1,7 @@
 """Prompts and tasks put to the 16-bit model and to the artefact, one model in memory at a time."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,8 +21,7 @@ from quantry.proof.tasks.harness import TaskResult
 from quantry.proof.tasks.judge import Endpoint, judge
 from quantry.proof.tasks.prompts import MAX_TOKENS, Prompt
 from quantry.proof.text import Window
-
-Progress = Callable[[int, int, str], None]
+from quantry.types import Progress
 
 
 @dataclass(frozen=True, slots=True)

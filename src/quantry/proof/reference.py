@@ -27,7 +27,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from quantry import __version__
-from quantry.blockwise.walk import Progress, Source, Walk, run
+from quantry.blockwise.walk import Source, Walk, run
 from quantry.errors import OutputError, QuantryError, WeightError
 from quantry.methods.fits import absmax
 from quantry.methods.rounders import nearest
@@ -41,7 +41,7 @@ from quantry.proof.divergence import Array, Compact, all_ids, full_kl, kl, obser
 from quantry.proof.sources import ModelSource, open_source
 from quantry.proof.text import Window
 from quantry.storage import VARIABLE, home
-from quantry.types import Activation, Grid
+from quantry.types import Activation, Grid, Progress
 
 NOTED = ("vocabulary", "k", "recovered", "noise", "notes", "seconds")
 LAYOUT = 1  # of the files below; counted up when what they hold or how it is measured changes

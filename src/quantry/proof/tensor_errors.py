@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from quantry.models.linears import STACKED
+from quantry.storage import ARTEFACT_FILE
 from quantry.types import Grid, Scheme
 
 CHUNK = 1 << 24  # weights compared at a time: 64 MB in float32
@@ -256,7 +257,7 @@ def _factors(one: Tensor, other: Tensor, dim: int) -> Tensor:
 def _transformed(model: Weights) -> bool:
     """Whether quantry.json says that scales were moved into the weights."""
     folder = model.path if model.path.is_dir() else model.path.parent
-    file = folder / "quantry.json"
+    file = folder / ARTEFACT_FILE
     if not file.is_file():
         return False
     recipe: Any = json.loads(file.read_text()).get("recipe", {})

@@ -5,7 +5,7 @@ through the 16-bit model (once, it is cached), through the artefact decoded from
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,8 @@ from quantry.proof.text import windows as cut
 from quantry.quantizing import card
 from quantry.quantizing.recipe import from_card
 from quantry.registry import suggest
-from quantry.types import Proof, Workload
-
-Progress = Callable[[int, int, str], None]
+from quantry.storage import ARTEFACT_FILE
+from quantry.types import Progress, Proof, Workload
 
 ENGINES = ("llama.cpp", "vllm", "transformers")
 FIGURES = ("kl", "kl_median", "kl_p99", "top1", "perplexity")
@@ -223,7 +222,7 @@ def _notes(
 
 def _recorded(artefact: ModelSource) -> dict[str, Any]:
     """quantry.json, where there is one; another tool's artefact has none."""
-    file = _folder(artefact) / "quantry.json"
+    file = _folder(artefact) / ARTEFACT_FILE
     content: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
     return content
 

@@ -17,7 +17,8 @@ from quantry.errors import OutputError
 from quantry.models.workspace import Finished
 from quantry.models.writer import write_atomically
 from quantry.quantizing.recipe import Preset, Recipe
-from quantry.quantizing.tensor_plan import Division
+from quantry.quantizing.tensor_plan import TensorPlan
+from quantry.storage import ARTEFACT_FILE
 from quantry.types import Anatomy, Artefact
 
 SECTION = ("<!-- proof -->", "<!-- end of proof -->")  # of the model card
@@ -30,7 +31,7 @@ FIGURES = {  # of a proof -> how the card calls them, and how they are written
 }
 
 
-def plan(source: str, out: Path, recipe: Recipe, anatomy: Anatomy, division: Division) -> Artefact:
+def plan(source: str, out: Path, recipe: Recipe, anatomy: Anatomy, division: TensorPlan) -> Artefact:
     """What a job will give, known before it starts."""
     return Artefact(
         source=source,
@@ -50,7 +51,7 @@ def finish(planned: Artefact, files: Mapping[str, Finished], notes: tuple[str, .
     return replace(planned, files={name: asdict(done) for name, done in files.items()}, notes=notes)
 
 
-def as_json(artefact: Artefact, recipe: Recipe, division: Division) -> str:
+def as_json(artefact: Artefact, recipe: Recipe, division: TensorPlan) -> str:
     """quantry.json: recipe, versions, hashes, sizes, and the fate of every source tensor."""
     content = {
         "quantry": __version__,
@@ -63,14 +64,14 @@ def as_json(artefact: Artefact, recipe: Recipe, division: Division) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def _fates(division: Division) -> dict[str, list[str]]:
+def _fates(division: TensorPlan) -> dict[str, list[str]]:
     fates: dict[str, list[str]] = {}
     for name, fate in division.fates.items():
         fates.setdefault(fate, []).append(name)
     return fates
 
 
-def as_markdown(artefact: Artefact, recipe: Recipe, division: Division) -> str:
+def as_markdown(artefact: Artefact, recipe: Recipe, division: TensorPlan) -> str:
     """The model card."""
     counts = Counter(fate.partition(":")[0] for fate in division.fates.values())
     rules = "".join(f"| {match} | {what} |\n" for match, what in _rules(recipe))
@@ -115,7 +116,7 @@ def record_proof(folder: Path, proof: Mapping[str, Any]) -> bool:
 
     An artefact without quantry.json was made by another tool and is left as it is; then False is returned.
     """
-    note, card = folder / "quantry.json", folder / "README.md"
+    note, card = folder / ARTEFACT_FILE, folder / "README.md"
     if not note.is_file():
         return False
     kept = {key: value for key, value in proof.items() if key != "artefact"}

@@ -23,12 +23,12 @@ from quantry.numerics.grids import SCALE_DTYPES, dequantize
 from quantry.quantizing import card
 from quantry.quantizing.containers.folder import SHARD_BYTES, SafetensorsFolder, small_files
 from quantry.quantizing.makers import cast, check_decodes
-from quantry.quantizing.pipeline import Job, Progress, write
+from quantry.quantizing.pipeline import Job, write
 from quantry.quantizing.quantized_model import QuantizedModel
 from quantry.quantizing.recipe import CAST, Preset, Recipe, preset
 from quantry.quantizing.restore import restore
-from quantry.quantizing.tensor_plan import DTYPE_NAMES, STORED, Division, Keep, Piece, Recode, main_dtype
-from quantry.types import Artefact, Params, QTensor, Scheme
+from quantry.quantizing.tensor_plan import DTYPE_NAMES, STORED, Keep, Piece, Recode, TensorPlan, main_dtype
+from quantry.types import Artefact, Params, Progress, QTensor, Scheme
 
 PLAIN = {"bf16": "bf16", "fp16": "f16"}  # --to names that mean 16-bit weights
 
@@ -86,7 +86,7 @@ class Converter:
         self._model, self._form, self._settings = model, form, settings
         self._errors: dict[str, float] = {}
 
-    def check_lossless(self, division: Division) -> None:
+    def check_lossless(self, division: TensorPlan) -> None:
         """Every scale must be exactly what the target stores; nothing is written before all of them are."""
         for piece in division.pieces:
             if isinstance(piece, Recode) and piece.scheme:
@@ -170,7 +170,7 @@ def _target(to: str) -> ModuleType | None:
     return registry.load("quantry.formats", to)
 
 
-def _divide(model: QuantizedModel, form: ModuleType | None, plain: str | None, fresh: Preset | None) -> Division:
+def _divide(model: QuantizedModel, form: ModuleType | None, plain: str | None, fresh: Preset | None) -> TensorPlan:
     """What becomes of every tensor: plain ones are kept, those of quantized layers written in the new way."""
     source_dtype = main_dtype(model.checkpoint)
     dtype = plain or str(form.model_dtype(DTYPE_NAMES[source_dtype]) if form else "")
@@ -203,7 +203,7 @@ def _divide(model: QuantizedModel, form: ModuleType | None, plain: str | None, f
     pieces.sort(
         key=lambda piece: order[piece.source] if isinstance(piece, Keep) else order[model.parts[piece.name][0].name]
     )
-    return Division(dtype, tuple(pieces), fates, assignment, kept)
+    return TensorPlan(dtype, tuple(pieces), fates, assignment, kept)
 
 
 def _keeps_cache(form: ModuleType | None) -> bool:

@@ -6,7 +6,7 @@ alone, never on where or how often the job was interrupted.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,8 +24,9 @@ from quantry.models.writer import Entry, ShardWriter, nbytes
 from quantry.quantizing import card
 from quantry.quantizing.makers import Inputs, Maker
 from quantry.quantizing.recipe import Recipe
-from quantry.quantizing.tensor_plan import Division, Piece, block_of, shards
-from quantry.types import Artefact, Checkpoint
+from quantry.quantizing.tensor_plan import Piece, TensorPlan, block_of, shards
+from quantry.storage import ARTEFACT_FILE
+from quantry.types import Artefact, Checkpoint, Progress
 
 if TYPE_CHECKING:
     pass
@@ -34,7 +35,6 @@ MIXED_BY = ("gptq", "awq")  # the rounder and the transform of mixtures where no
 SEQUENTIAL = False  # whether blocks are calibrated one after the other's quantization where nothing is said
 SENSITIVITY = "sensitivity.json"  # what a mixture was chosen by
 CALIBRATED = "leave it out, use a calibrated preset, or --rounder gptq"
-Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, the piece in hand
 
 
 class Container(Protocol):
@@ -57,7 +57,7 @@ class Job:
     checkpoint: Checkpoint
     folder: Path
     recipe: Recipe
-    division: Division
+    division: TensorPlan
     planned: Artefact
     container: Container
     shard_bytes: int
@@ -80,7 +80,7 @@ def write(job: Job, maker: Maker, progress: Progress | None) -> Artefact:
         for name, data in job.beside.items():
             work.write(name, data)
         artefact = card.finish(job.planned, files, (*job.planned.notes, *maker.notes()))
-        work.write("quantry.json", card.as_json(artefact, job.recipe, job.division).encode())
+        work.write(ARTEFACT_FILE, card.as_json(artefact, job.recipe, job.division).encode())
         work.write("README.md", card.as_markdown(artefact, job.recipe, job.division).encode())
     return artefact
 

@@ -28,10 +28,10 @@ from quantry.models.writer import Entry, nbytes
 from quantry.quantizing import card
 from quantry.quantizing.containers.folder import SafetensorsFolder
 from quantry.quantizing.makers import cast
-from quantry.quantizing.pipeline import Job, Progress, write
+from quantry.quantizing.pipeline import Job, write
 from quantry.quantizing.recipe import CAST, Preset, Recipe
-from quantry.quantizing.tensor_plan import STORED, Division, Piece, Restore
-from quantry.types import Artefact, Checkpoint, Grid, Scheme, TensorInfo
+from quantry.quantizing.tensor_plan import STORED, Piece, Restore, TensorPlan
+from quantry.types import Artefact, Checkpoint, Grid, Progress, Scheme, TensorInfo
 
 CHUNK = 1 << 24  # weights decoded at a time: 64 MB in float32
 
@@ -141,11 +141,11 @@ def originals(file: GGUFFile, dtype: str) -> tuple[Restore, ...]:
     return tuple(Restore(name, tuple(made), _entry(name, made, dtype)) for name, made in parts.items())
 
 
-def _divide(file: GGUFFile, dtype: str) -> Division:
+def _divide(file: GGUFFile, dtype: str) -> TensorPlan:
     fates = {
         tensor.name: "decoded" if target.sources else "dropped: config.json has it" for tensor, target in file.pairs
     }
-    return Division(dtype, originals(file, dtype), fates, {}, ())
+    return TensorPlan(dtype, originals(file, dtype), fates, {}, ())
 
 
 def _entry(name: str, parts: list[tuple[Target, int]], dtype: str) -> Entry:

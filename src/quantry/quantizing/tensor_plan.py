@@ -108,7 +108,7 @@ Piece = Keep | Quantize | Recode | Assemble | Restore | CacheScales
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class TensorPlan:
     """All pieces of a job in the order of writing, and the fate of every source tensor."""
 
     dtype: str  # of what stays in 16 bit: "bf16" or "f16"
@@ -122,7 +122,7 @@ class Division:
         return sum(nbytes(dtype, shape) for piece in self.pieces for _, dtype, shape in piece.entries)
 
 
-def divide(checkpoint: Checkpoint, recipe: Recipe, blocks: int, form: ModuleType | None, keep_odd: bool) -> Division:
+def divide(checkpoint: Checkpoint, recipe: Recipe, blocks: int, form: ModuleType | None, keep_odd: bool) -> TensorPlan:
     """Decides for each tensor of the checkpoint; `form` is the format's module, None for 16-bit presets."""
     source_dtype = main_dtype(checkpoint)
     dtype = _target_dtype(recipe, form, source_dtype)
@@ -150,7 +150,7 @@ def divide(checkpoint: Checkpoint, recipe: Recipe, blocks: int, form: ModuleType
     if recipe.cache and form:
         pieces += _cache_scales(checkpoint, found, form, replace(recipe.cache, scale=dtype))  # type: ignore[arg-type]
     quantized = {linear.module: piece.scheme for piece in chosen.values() for linear in piece.linears}
-    return Division(dtype, tuple(pieces), fates, quantized, _kept_modules(checkpoint, found, quantized))
+    return TensorPlan(dtype, tuple(pieces), fates, quantized, _kept_modules(checkpoint, found, quantized))
 
 
 def main_dtype(checkpoint: Checkpoint) -> str:
@@ -278,7 +278,7 @@ def _kept_modules(checkpoint: Checkpoint, found: Sequence[Linear], quantized: Ma
     return tuple(dict.fromkeys([*(name for name in modules if "embed" not in name), "lm_head"]))
 
 
-def by_block(division: Division, blocks: int) -> Division:
+def by_block(division: TensorPlan, blocks: int) -> TensorPlan:
     """The pieces block after block, between those that the checkpoint has before and after all blocks."""
     places = [block_of(piece, blocks) for piece in division.pieces]
     first = next((number for number, place in enumerate(places) if place is not None), 0)

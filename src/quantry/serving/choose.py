@@ -15,15 +15,15 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from quantry.devices import Device, Hardware
+from quantry.devices import Hardware
 from quantry.engines import engines, known_version, latest
 from quantry.engines.contract import Serving, adapter, install
 from quantry.errors import ConfigError, ModelNotFoundError, QuantryError
 from quantry.models.already_quantized import quantization
 from quantry.models.attention import context_length
 from quantry.models.reader import IMPORTANCE, local_folder, open_checkpoint
-from quantry.planning.candidates import gib
 from quantry.planning.memory.footprint import Deployment, Settings, footprint_of, room
+from quantry.report.sizes import human
 from quantry.types import Checkpoint, Footprint, Workload
 
 LLAMA, ONNX = "llama.cpp", "onnxruntime"
@@ -52,7 +52,6 @@ for name in sys.argv[1:]:
 print(json.dumps(found))
 """
 GENAI = "genai_config.json"  # what a folder of ONNX Runtime GenAI has
-PLATFORMS = {"nvidia": "cuda", "amd": "rocm", "apple": "metal", "intel": "xpu"}
 PATIENCE = 60.0  # seconds for a program to say its version
 CONTEXT = 8192  # tokens that are offered unless more are asked for
 LEAST = 512
@@ -139,17 +138,12 @@ def find_engine(
         raise _missing(engine, hardware, f"{engine} is not installed for {name}")
     package, found = next(iter(there.items()))
     cpu = "+cpu" in found or package != PACKAGES[engine][0] == "vllm"
-    return Installed(engine, wanted or found, "cpu" if cpu else platform_of(hardware.device), name)
+    return Installed(engine, wanted or found, "cpu" if cpu else hardware.device.platform, name)
 
 
 def in_image(engine: str, hardware: Hardware, wanted: str | None = None) -> Installed:
     """An engine that a container image has: of the version that is named, or else the newest that is known."""
-    return Installed(engine, wanted or latest(engine), platform_of(hardware.device))
-
-
-def platform_of(device: Device) -> str:
-    """What engines call the kind of a device."""
-    return "cpu" if device.kind == "cpu" else PLATFORMS.get(device.vendor, "cpu")
+    return Installed(engine, wanted or latest(engine), hardware.device.platform)
 
 
 # ---- memory ----
@@ -238,10 +232,10 @@ def _flags(one: Serving, asked: Serving) -> str:
 def _too_much(asked: Serving, model: Model, needed: Footprint, place: Deployment) -> str:
     sequences = asked.concurrency or 1
     return (
-        f"{model.source} does not fit {place.device.name}: {gib(needed.weights)} of weights, {gib(needed.kv_cache)} of "
-        f"KV cache for {sequences} x {asked.context} tokens, {gib(needed.activations)} of activations and "
-        f"{gib(needed.overhead)} of overhead need {gib(needed.per_device)} on a device, and {gib(room(place))} may be "
-        "filled"
+        f"{model.source} does not fit {place.device.name}: {human(needed.weights)} of weights, "
+        f"{human(needed.kv_cache)} of KV cache for {sequences} x {asked.context} tokens, "
+        f"{human(needed.activations)} of activations and {human(needed.overhead)} of overhead need "
+        f"{human(needed.per_device)} on a device, and {human(room(place))} may be filled"
     )
 
 
@@ -272,7 +266,7 @@ def _embedded(hardware: Hardware, wanted: str | None) -> Installed:
             LLAMA, hardware, f"llama.cpp is embedded through xllamacpp, which {sys.executable} does not have"
         )
     found = wanted or f"b{there['xllamacpp'].rpartition('.')[2]}"
-    kind = platform_of(hardware.device)
+    kind = hardware.device.platform
     return Installed(LLAMA, found, kind if kind == "cpu" or _sees_gpu() else "cpu", sys.executable)
 
 
@@ -291,7 +285,7 @@ def _program(
     if found is None:
         raise _missing(engine, hardware, f"{name} is not a program that can be run")
     told = wanted or _told_version(engine, _said([found, "--version"]))
-    return Installed(engine, told, platform_of(hardware.device), _python(engine, python), found)
+    return Installed(engine, told, hardware.device.platform, _python(engine, python), found)
 
 
 def _told_version(engine: str, words: str) -> str:
@@ -305,7 +299,7 @@ def _told_version(engine: str, words: str) -> str:
 
 
 def _missing(engine: str, hardware: Hardware, problem: str) -> QuantryError:
-    command = install(engine, platform_of(hardware.device))
+    command = install(engine, hardware.device.platform)
     where = (
         "if it is elsewhere, name it with --engine-bin"
         if engine in PROGRAMS or engine == LLAMA

@@ -27,7 +27,7 @@ from quantry.numerics.grids import dequantize
 from quantry.quantizing.calibration.transform import grids as grids_of
 from quantry.quantizing.containers import gguf_file
 from quantry.quantizing.recipe import Preset, from_options, preset
-from quantry.quantizing.tensor_plan import STORED, Assemble, Division, Keep, Quantize, divide
+from quantry.quantizing.tensor_plan import STORED, Assemble, Keep, Quantize, TensorPlan, divide
 from quantry.types import Checkpoint, Grid, Scheme, Stats
 
 FORMATS = ("gguf", "compressed-tensors")
@@ -160,7 +160,7 @@ def _kernel(linear: Linear) -> str:
 def _planned(
     name: str,
     linears: Sequence[Linear],
-    division: Division,
+    division: TensorPlan,
     form: ModuleType,
     rounder: ModuleType,
     blocks: int,

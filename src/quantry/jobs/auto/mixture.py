@@ -16,14 +16,14 @@ from quantry.devices import hardware
 from quantry.errors import RecipeError
 from quantry.formats.gguf import NAME as GGUF
 from quantry.jobs.auto.choices import FORMATS, FP8, KEEP
-from quantry.jobs.auto.sensitivity import Progress, Sensitivity, sensitivity, unmeasured
+from quantry.jobs.auto.sensitivity import Sensitivity, sensitivity, unmeasured
 from quantry.jobs.auto.solver import Solution, limits, solve
 from quantry.planning.budget import Budget, Fit, parse
 from quantry.planning.feasibility import feasible
 from quantry.planning.fits_device import settled
 from quantry.quantizing import recipe as recipes
 from quantry.quantizing.recipe import Recipe
-from quantry.types import Anatomy, Checkpoint
+from quantry.types import Anatomy, Checkpoint, Progress
 
 ENGINES = {GGUF: "llama.cpp", "compressed-tensors": "vllm"}  # that a device is shared with
 UNROUNDED = {GGUF: "gguf-bf16", "compressed-tensors": "bf16"}

@@ -42,7 +42,7 @@ from quantry.quantizing.calibration.store import Statistics, default_store, put,
 from quantry.quantizing.calibration.text import LENGTH, SAMPLES, Data, load
 from quantry.quantizing.calibration.transform import Transform
 from quantry.quantizing.makers import Reader, matrix
-from quantry.types import Anatomy, Checkpoint, Stats
+from quantry.types import Anatomy, Checkpoint, Progress, Stats
 
 FILE = "sensitivity.json"
 GRADIENT_TOKENS = 1 << 13  # that gradients are averaged over: one number a row needs fewer than a Gram matrix does
@@ -51,7 +51,6 @@ COMPARED = {  # what layers are ranked by: the first that a layer can be stored 
     "gguf": ("Q4_K", "Q4_0"),
     "compressed-tensors": ("w4a16-g128", "w4a16-g64", "w4a16-g32"),
 }
-Progress = Callable[[int, int, str], None]
 Make = Callable[[Tensor, Stats | None, Any], Tensor]  # weight, statistics, what the rounder made of them -> decoded
 
 

@@ -9,7 +9,7 @@ the server gives no more, keeps it if its first level does, and says up to where
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -22,6 +22,7 @@ from quantry.jobs.load import endpoint, guide
 from quantry.jobs.load.metrics import Figures, Watch
 from quantry.models.writer import write_atomically
 from quantry.registry import suggest
+from quantry.types import Progress
 
 SWEEP = "sweep"
 STREAMS = (1, 4, 16)
@@ -51,7 +52,6 @@ KINDS = {
 PASS, FAIL = "pass", "fail"
 STATUS = re.compile(r"(?:Client|Server) error '([^']+)'")  # in httpx's words, which guidellm passes on
 
-Progress = Callable[[int, int, str], None]
 Sweep = Literal["sweep"]
 
 

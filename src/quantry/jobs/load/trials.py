@@ -13,10 +13,10 @@ from quantry.jobs.load.choice import DEFAULT, Choice, Proof, Trial
 from quantry.jobs.load.guide import Guide
 from quantry.jobs.load.switches import Change, serve_words
 from quantry.serving import serve
+from quantry.storage import ARTEFACT_FILE
+from quantry.types import Progress
 
 AGAIN, TOGETHER = "default again", "together"
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def _settled(job: Job, trials: Sequence[Trial], runs: Sequence[Trial], say: Call
 def proof(artefact: str | Path) -> Proof:
     """What quantry.json beside an artefact says of its quality; nothing where there is none."""
     path = Path(artefact).expanduser()
-    note = (path if path.is_dir() else path.parent) / "quantry.json"
+    note = (path if path.is_dir() else path.parent) / ARTEFACT_FILE
     try:
         told = json.loads(note.read_text(encoding="utf-8"))
         verdict, recipe = told.get("proof") or {}, told.get("recipe") or {}

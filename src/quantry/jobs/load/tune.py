@@ -18,10 +18,11 @@ from quantry.jobs.load import choice, guide, prompts
 from quantry.jobs.load.bench import LIMITS, Lengths
 from quantry.jobs.load.choice import Proof, Trial
 from quantry.jobs.load.switches import GUESSING, SLOTS, changes
-from quantry.jobs.load.trials import Job, Progress, measured, proof
+from quantry.jobs.load.trials import Job, measured, proof
 from quantry.models.writer import write_atomically
 from quantry.registry import suggest
 from quantry.serving import Options, Prepared, prepare
+from quantry.types import Progress
 
 CONCURRENCY = 4
 EACH = 8  # requests of every stream, where nothing is said

@@ -14,7 +14,8 @@ from typing import Any
 from quantry.jobs.run.decision import decided
 from quantry.jobs.run.files import alone
 from quantry.jobs.run.outcome import QUESTION, Asked, DeclinedError, Run, Step
-from quantry.jobs.run.steps import Doing, Progress, Showing
+from quantry.jobs.run.steps import Doing, Showing
+from quantry.types import Progress
 
 __all__ = ["QUESTION", "Asked", "DeclinedError", "Progress", "Run", "Showing", "Step", "run"]
 

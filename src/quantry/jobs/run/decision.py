@@ -13,7 +13,6 @@ from quantry.jobs.auto.choices import FORMATS as MIXED
 from quantry.jobs.run.files import CARD, check_place, plain_name, read_object
 from quantry.jobs.run.outcome import Asked
 from quantry.planning.budget import parse
-from quantry.planning.candidates import gib
 from quantry.planning.plan import Option, Plan, plan
 from quantry.planning.rules import find_use
 from quantry.proof.text import default_text, read_text
@@ -98,7 +97,7 @@ class Job:
         if self.asked.budget:
             return f"{AUTO} for {self.asked.budget} as {one.format}, in {one.engine}"
         speed = f"{one.speed['decode_tokens_per_s']:,.0f} tokens/s"
-        where = f"{human(one.memory['per_device'])} of {gib(one.memory['limit'])} on {self.plan.hardware['device']}"
+        where = f"{human(one.memory['per_device'])} of {human(one.memory['limit'])} on {self.plan.hardware['device']}"
         return f"{one.preset} in {one.engine}: {one.quality}, about {speed}, {where}"
 
     def after(self, failed: str) -> "Job | None":

@@ -9,8 +9,9 @@ from typing import Any
 
 from quantry.errors import OutputError
 from quantry.models.workspace import check_target
+from quantry.storage import ARTEFACT_FILE
 
-NOTE, PLAN, CARD, LOG, LOCK = "run.json", "plan.json", "quantry.json", "engine.log", "run.lock"
+NOTE, PLAN, CARD, LOG, LOCK = "run.json", "plan.json", ARTEFACT_FILE, "engine.log", "run.lock"
 OURS = frozenset({NOTE, PLAN, LOG, LOCK, f"{NOTE}.partial", f"{PLAN}.partial"})
 
 

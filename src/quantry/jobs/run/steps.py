@@ -19,11 +19,11 @@ from quantry.models.identity import identity
 from quantry.models.reader import local_folder, open_checkpoint
 from quantry.models.writer import write_atomically
 from quantry.report.sizes import human
-from quantry.serving import Prepared, begin, choose, prepare
+from quantry.serving import Prepared, begin, prepare
 from quantry.serving.client import Answer
 from quantry.serving.process import Running
+from quantry.types import Progress
 
-Progress = Callable[[int, int, str], None]  # done, in all, what is in hand
 Showing = Callable[[str], AbstractContextManager[Progress | None]]  # of a step by its name
 
 
@@ -204,7 +204,7 @@ class Doing:
 
     def _speed(self) -> dict[str, float | None]:
         job, answer = self.job, self._answer
-        here = job.installed and job.installed.platform == choose.platform_of(detect(0).device)
+        here = job.installed and job.installed.platform == detect(0).device.platform
         planned = here and not job.asked.budget and not job.asked.gpu
         return {
             "tokens_per_s": self._pace,

@@ -20,6 +20,7 @@ from quantry.models.identity import identity
 from quantry.models.reader import open_checkpoint
 from quantry.models.writer import write_atomically
 from quantry.proof.verify import verify
+from quantry.storage import ARTEFACT_FILE
 from quantry.types import Proof
 
 FIGURES = tuple(name for key in ("kl", "served_kl", "top1", "perplexity") for name in (key, f"{key}_interval"))
@@ -72,7 +73,7 @@ class Jobs:
                 self._jobs[item.name] = {"asked": _stored(item.request)}
                 self.write(self._order.begun)
                 quantize(self._order.model, item.target, **item.quantize or {}, progress=tell.inner("quantizing"))
-            content = read_object(Path(item.target) / "quantry.json")
+            content = read_object(Path(item.target) / ARTEFACT_FILE)
             made, sizes = digest(Path(item.target)), {key: content[key] for key in SIZES}
         job = self._jobs.setdefault(item.name, {})
         if job.get("made", made) != made:

@@ -10,7 +10,8 @@ from quantry.jobs.sweep.ordering import Measured, order_of
 from quantry.jobs.sweep.place import alone
 from quantry.jobs.sweep.specs import read_specs
 from quantry.jobs.sweep.table import Sweep, page
-from quantry.jobs.sweep.telling import Progress, Telling
+from quantry.jobs.sweep.telling import Telling
+from quantry.types import Progress
 
 ENDING = (OutputError, HubError)  # the disk or the network: the next artefact would meet the same
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from quantry.errors import OutputError
 from quantry.models.workspace import check_target
+from quantry.storage import ARTEFACT_FILE
 
 NOTE, LOCK = "sweep.json", "sweep.lock"
 OURS = frozenset({NOTE, NOTE + ".partial", LOCK})  # files that a sweep may have left before its first artefact
@@ -52,7 +53,7 @@ def alone(out: Path) -> Iterator[None]:
 
 def digest(artefact: Path) -> str:
     """Of what an artefact says of itself, the proof left out; its files must be there in the sizes that it tells."""
-    content = read_object(artefact / "quantry.json")
+    content = read_object(artefact / ARTEFACT_FILE)
     try:
         facts = {key: content[key] for key in ("quantry", "preset", *SIZES, "recipe", "files")}
         whole = all((artefact / name).stat().st_size == told["bytes"] for name, told in facts["files"].items())
@@ -64,7 +65,7 @@ def digest(artefact: Path) -> str:
 
 
 def hashes(artefact: Path) -> dict[str, str]:
-    return {name: told["sha256"] for name, told in read_object(artefact / "quantry.json")["files"].items()}
+    return {name: told["sha256"] for name, told in read_object(artefact / ARTEFACT_FILE)["files"].items()}
 
 
 def read_object(file: Path) -> dict[str, Any]:

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 
 from quantry.jobs.sweep.table import Outcome
-
-Progress = Callable[[int, int, str], None]  # artefacts done, artefacts in all, the one in hand
+from quantry.types import Progress
 
 
 class Telling:

@@ -17,12 +17,12 @@ from typing import Any
 
 from quantry.devices import Device
 from quantry.models.attention import context_length, text_config
+from quantry.models.experts import expert_count, experts_used
 from quantry.planning.memory import llamacpp_graph as graph
 from quantry.planning.memory.kv_cache import Layer, Sequences
 from quantry.planning.memory.terms import MIB, EngineTerms, Settings, link_bytes, workspace_bytes
 from quantry.types import Checkpoint
 
-EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 SHARED = ("shared_expert_intermediate_size",)
 HALF, FLOAT = 2, 4
 LARGEST_GRAPH = 512
@@ -54,8 +54,7 @@ def widths(config: Mapping[str, Any]) -> Widths:
     text = text_config(config)
     heads = _number(text, "num_attention_heads")
     size = _number(text, "head_dim") or _number(text, "hidden_size") // max(1, heads)
-    used = _number(text, "num_experts_per_tok")
-    experts = next((_number(text, key) for key in EXPERT_COUNTS if key in text), 0)
+    used, experts = experts_used(text), expert_count(text)
     inner, own = _number(text, "intermediate_size"), _number(text, "moe_intermediate_size")
     mixed = bool(experts and used)
     expert = (own or inner) if mixed else 0

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from quantry.formats.gguf import NAME as GGUF
 from quantry.models.already_quantized import quantization, weights_of
 from quantry.models.attention import block_count, text_config
+from quantry.models.experts import expert_count, experts_used
 from quantry.models.parts import TOWERS
 from quantry.planning.memory.kv_cache import Layer, layers_of
 from quantry.planning.memory.terms import CacheType
@@ -24,8 +25,6 @@ from quantry.quantizing.recipe import Recipe
 from quantry.types import Checkpoint
 
 Kind = Literal["16-bit", "8-bit", "weight-only", "blocks"]
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-USED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k")
 SHARED = re.compile(r"shared|_shexp")
 LEFT_OUT = TOWERS | {"MTP heads", "buffers"}
 FLOATS = frozenset({"BF16", "F16", "F32"})
@@ -105,7 +104,7 @@ def _work(same: Same, recipe: Recipe | None) -> Work:
     checkpoint = same.checkpoint
     found = stored(checkpoint, recipe, keep_odd=True)
     text = text_config(checkpoint.config)
-    count, used = _first(text, EXPERTS), _first(text, USED)
+    count, used = expert_count(text), experts_used(text)
     parts: dict[str, Part] = {}
     width = 0.0
     for weight, times in _weights(found).items():
@@ -202,7 +201,3 @@ def _pairs(text: Mapping[str, Any], layers: int) -> float:
     size = text.get("head_dim") or (text.get("hidden_size", 0) // heads if heads else 0)
     key = (text.get("qk_nope_head_dim", 0) + text.get("qk_rope_head_dim", 0)) or size
     return 2.0 * heads * (key + (text.get("v_head_dim") or size)) * layers
-
-
-def _first(text: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    return next((text[name] for name in names if type(text.get(name)) is int and text[name] > 0), 0)

@@ -11,7 +11,7 @@ transformers run in a process of their own (`_process.py`), in the `python` they
 `inside/engines.py` speaks to them.
 """  # noqa: E501
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
@@ -19,8 +19,7 @@ from typing import Protocol, cast
 from quantry import registry
 from quantry.proof.divergence import Array, Observed
 from quantry.proof.text import Window
-
-Progress = Callable[[int, int, str], None]  # tokens done, tokens in all, which engine
+from quantry.types import Progress
 
 
 @dataclass(frozen=True, slots=True)

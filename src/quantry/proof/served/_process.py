@@ -23,8 +23,9 @@ import numpy as np
 
 from quantry.errors import ModelNotFoundError, QuantryError
 from quantry.proof.divergence import Array, Observed
-from quantry.proof.served import Progress, Served
+from quantry.proof.served import Served
 from quantry.proof.text import Window
+from quantry.types import Progress
 
 SCRIPT = Path(__file__).parent / "inside" / "engines.py"
 MARK = "@quantry "

@@ -11,8 +11,9 @@ from quantry.errors import CheckpointError, ModelNotFoundError, QuantryError, We
 from quantry.llamacpp.model import Model
 from quantry.models.reader import open_checkpoint
 from quantry.proof.divergence import Array, Observed, observe
-from quantry.proof.served import Progress, Served
+from quantry.proof.served import Served
 from quantry.proof.text import Window
+from quantry.types import Progress
 
 NAME = "llama.cpp"
 

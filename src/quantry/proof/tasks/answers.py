@@ -20,13 +20,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from quantry.errors import QuantryError, WeightError
 from quantry.models.files import LocalFiles
 from quantry.models.gguf import read_shards
+from quantry.types import Progress
 
 if TYPE_CHECKING:
     from quantry.llamacpp.model import Model
 
 Pair = tuple[Sequence[int], Sequence[int]]  # token ids of a context and of what may follow it
 Messages = Sequence[Mapping[str, Any]]
-Progress = Callable[[int, int, str], None]
 
 CONTEXT = 4096  # tokens that a model is asked with at most, unless told: logits of 128k would not fit
 LOGITS = 1 << 28  # numbers in the logits of one batch: 1 GiB of float32

@@ -9,7 +9,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from quantry.errors import QuantryError
-from quantry.proof.tasks.answers import Answers, Pair, Progress
+from quantry.proof.tasks.answers import Answers, Pair
+from quantry.types import Progress
 
 MAX_TOKENS = 256  # written where a task does not say; as in the harness
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # all mean the same to the harness

@@ -25,8 +25,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from quantry.errors import QuantryError, UnknownNameError
-from quantry.proof.tasks.answers import Answers, Progress
+from quantry.proof.tasks.answers import Answers
 from quantry.proof.tasks.significance import Paired, paired
+from quantry.types import Progress
 
 SEED = 1234  # for the choice of examples; as in the harness
 INSTALL = "pip install 'quantry[tasks]'"

@@ -7,7 +7,7 @@ orders give; anything else is a tie. The judge never learns which model is which
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -16,9 +16,9 @@ import httpx
 
 from quantry.errors import QuantryError
 from quantry.proof.tasks.significance import sign_test
+from quantry.types import Progress
 
 Outcome = Literal["win", "tie", "loss"]
-Progress = Callable[[int, int, str], None]
 
 TRIES = 4
 WORKERS = 4

@@ -21,8 +21,9 @@ from typing import Any, Literal, get_args
 
 from quantry.errors import QuantryError
 from quantry.proof.divergence import Interval
-from quantry.proof.tasks.answers import Answers, Progress
+from quantry.proof.tasks.answers import Answers
 from quantry.proof.tasks.significance import Paired, mean, paired
+from quantry.types import Progress
 
 Match = Literal["contains", "exact"]
 MAX_TOKENS = 128

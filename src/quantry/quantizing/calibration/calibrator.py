@@ -30,11 +30,10 @@ from quantry.quantizing.calibration.store import default_store, statistics
 from quantry.quantizing.calibration.text import LENGTH, SAMPLES, Data, load
 from quantry.quantizing.calibration.transform import Transform, grids
 from quantry.quantizing.recipe import STATISTICS, Calibration, Recipe
-from quantry.quantizing.tensor_plan import Assemble, Division, Quantize
-from quantry.types import Anatomy, Checkpoint
+from quantry.quantizing.tensor_plan import Assemble, Quantize, TensorPlan
+from quantry.types import Anatomy, Checkpoint, Progress
 
 SCALED = "scaled with the layers around it"
-Progress = Callable[[int, int, str], None]
 
 
 class Calibrated:
@@ -46,7 +45,7 @@ class Calibrated:
         device: torch.device,
         data: Data,
         recipe: Recipe,
-        division: Division,
+        division: TensorPlan,
         blocks: int,
         *,
         low_memory: bool = False,
@@ -77,7 +76,7 @@ class Calibrated:
         channels = int(text_config(self._checkpoint.config)["hidden_size"])
         return 2 * self._data.count * channels * self._arithmetic.itemsize if self._recipe.sequential else 0
 
-    def marked(self, division: Division) -> Division:
+    def marked(self, division: TensorPlan) -> TensorPlan:
         """The division, with the fates of tensors that are kept but scaled."""
         scaled = self._transform.scaled() if self._transform else set()
         fates = {
@@ -118,7 +117,7 @@ def begin(
     checkpoint: Checkpoint,
     recipe: Recipe,
     anatomy: Anatomy,
-    division: Division,
+    division: TensorPlan,
     device: torch.device,
     *,
     data: str | Path | None,
@@ -168,7 +167,7 @@ def _needs_statistics(recipe: Recipe) -> bool:
     )
 
 
-def _layers(division: Division, blocks: int) -> dict[int, frozenset[Layer]]:
+def _layers(division: TensorPlan, blocks: int) -> dict[int, frozenset[Layer]]:
     """The matrices of each block that are quantized."""
     found: dict[int, set[Layer]] = {}
     for piece in division.pieces:

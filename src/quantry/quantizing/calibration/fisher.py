@@ -32,8 +32,9 @@ from quantry.errors import QuantryError
 from quantry.models.linears import QUANTIZED_PARTS
 from quantry.models.parts import part_of
 from quantry.quantizing.calibration.observe import OTHER, add_gram, modules
-from quantry.quantizing.calibration.resumable_walk import MEMORY, Progress
+from quantry.quantizing.calibration.resumable_walk import MEMORY
 from quantry.quantizing.calibration.store import Store, checksum, put
+from quantry.types import Progress
 
 FILE = "fisher.safetensors"
 DRAWN = 256  # positions for which a token is drawn at a time: 0.3 GB of float64 for 150,000 tokens

@@ -19,13 +19,12 @@ from torch import Tensor
 from quantry.blockwise.walk import Block, Source, Walk
 from quantry.errors import ConfigError
 from quantry.models.weights import DTYPES, NAMES, as_bytes
+from quantry.types import Progress
 
 MEMORY = 8 << 30  # bytes of hidden states that stay in memory: 128 windows of 2048 tokens and 8192 channels take 4.3 GB
 HEADER = 4096  # bytes before the hidden states in a file
 STEP = 16 << 20
 KEPT = re.compile(r"hidden-(\d{5})\.partial")  # a workspace removes what ends in .partial when the job is done
-
-Progress = Callable[[int, int, str], None]  # blocks done, blocks in all, the block in hand
 
 
 @dataclass(slots=False, eq=False, kw_only=True)

@@ -32,10 +32,10 @@ from quantry.models.identity import SAMPLED, places
 from quantry.models.parts import block_of
 from quantry.models.weights import as_bytes
 from quantry.quantizing.calibration.observe import LEAST, Heads, Observed, collect
-from quantry.quantizing.calibration.resumable_walk import MEMORY, Passage, Progress
+from quantry.quantizing.calibration.resumable_walk import MEMORY, Passage
 from quantry.quantizing.calibration.text import Data
 from quantry.storage import home
-from quantry.types import Stats
+from quantry.types import Progress, Stats
 
 FORMAT = 1  # of the files; another number leaves older ones unread
 BUDGET = 32 << 30  # bytes of all stores together

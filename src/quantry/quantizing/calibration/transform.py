@@ -13,7 +13,7 @@ from quantry.models.parts import decoder_block
 from quantry.models.smoothing import smoothing
 from quantry.quantizing.calibration.observe import module_names
 from quantry.quantizing.containers.gguf_file import FLOATS, bits_of
-from quantry.quantizing.tensor_plan import Assemble, Division
+from quantry.quantizing.tensor_plan import Assemble, TensorPlan
 from quantry.types import Checkpoint, Grid, Scheme, Stats, TensorInfo
 
 STEPS = dict.fromkeys(("Q2_K", "Q3_K", "Q6_K"), 16)  # weights that share a scale in ggml's types, where not 32
@@ -68,7 +68,7 @@ class Transform:
         )
 
 
-def grids(division: Division) -> dict[str, Scheme]:
+def grids(division: TensorPlan) -> dict[str, Scheme]:
     """What each linear layer is about to be rounded to, by module: even steps in place of ggml's types.
 
     A transform is searched with them; blocks within blocks and code books make little difference to what is best.

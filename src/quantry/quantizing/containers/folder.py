@@ -7,6 +7,7 @@ from typing import Any
 
 from quantry.models.safetensors import INDEX_FILE
 from quantry.models.writer import Entry, nbytes, safetensors_header
+from quantry.storage import ARTEFACT_FILE
 
 SHARD_BYTES = 4 << 30
 COPIED = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.py", "merges.txt", "vocab.txt", "LICENSE*", "NOTICE*")
@@ -17,7 +18,7 @@ def small_files(folder: Path) -> Iterator[tuple[str, bytes]]:
     """What comes along from a checkpoint: tokenizer, chat template, generation config, processor, licence."""
     for pattern in COPIED:
         for file in sorted(folder.glob(pattern)):
-            if file.is_file() and file.name not in ("config.json", "quantry.json", INDEX_FILE):
+            if file.is_file() and file.name not in ("config.json", ARTEFACT_FILE, INDEX_FILE):
                 yield file.name, file.read_bytes()
 
 

@@ -19,7 +19,7 @@ from quantry.models.gguf import block_sizes
 from quantry.models.reader import IMPORTANCE, small_folder
 from quantry.models.writer import Entry, nbytes
 from quantry.quantizing.recipe import Recipe
-from quantry.quantizing.tensor_plan import DTYPE_NAMES, STORED, Assemble, Division, main_dtype
+from quantry.quantizing.tensor_plan import DTYPE_NAMES, STORED, Assemble, TensorPlan, main_dtype
 from quantry.types import Checkpoint, Grid, GridKind, Scheme
 
 ALIGNMENT = 32
@@ -28,7 +28,7 @@ FLOATS = {"F32": 32, "F16": 16, "BF16": 16}
 KeyValues = dict[str, Any]
 
 
-def divide(checkpoint: Checkpoint, recipe: Recipe) -> Division:
+def divide(checkpoint: Checkpoint, recipe: Recipe) -> TensorPlan:
     """The tensors of the file and the fate of every source tensor."""
     found, fates = targets(checkpoint.config, checkpoint.tensors)
     dtype = DTYPE_NAMES[main_dtype(checkpoint)]
@@ -39,13 +39,13 @@ def divide(checkpoint: Checkpoint, recipe: Recipe) -> Division:
             fates[source.name] = _fate(stored[source.name], kinds[target.name], target)
     assignment = {name: _scheme(kind) for name, kind in kinds.items() if kind not in FLOATS}
     pieces = tuple(Assemble(target, kinds[target.name]) for target in found)
-    return Division(dtype, pieces, fates, assignment, ())
+    return TensorPlan(dtype, pieces, fates, assignment, ())
 
 
 def describe(
     checkpoint: Checkpoint,
     recipe: Recipe,
-    division: Division,
+    division: TensorPlan,
     importance: Importance | None,
     computed: bytes | None = None,
 ) -> "GgufFile":
