@@ -34,7 +34,7 @@ import quantry
 from quantry.errors import CheckpointError, ConfigError, QuantryError, UnknownNameError
 from quantry.llamacpp.families import facts, family, known, notes, table
 from quantry.llamacpp.metadata import describe, parameters
-from quantry.llamacpp.tensor_map import Source, Target, targets
+from quantry.llamacpp.tensor_map import Target, TensorSlice, targets
 from quantry.models.reader import open_checkpoint
 from quantry.types import TensorInfo
 from tiny_models import ARCHITECTURES, LAYERED, LINEAR, LLAMA3, YARN, longrope, write_model
@@ -342,7 +342,7 @@ def test_square_stacks_are_told_apart_by_their_siblings(inner: int, flip: bool) 
     found, _ = targets({**tiny_config("Qwen3MoeForCausalLM"), "moe_intermediate_size": inner}, infos(shapes))
     stacked = next(target for target in found if target.name == "blk.1.ffn_up_exps.weight")
     source = "model.layers.1.mlp.experts.gate_up_proj"
-    assert stacked.sources == tuple(Source(source, expert, (inner, 2 * inner), flip) for expert in range(4))
+    assert stacked.sources == tuple(TensorSlice(source, expert, (inner, 2 * inner), flip) for expert in range(4))
 
 
 def infos(shapes: Mapping[str, tuple[int, ...]]) -> list[TensorInfo]:

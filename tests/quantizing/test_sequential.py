@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from quantry import registry
 from quantry.blockwise.walk import Walk
 from quantry.errors import QuantryError
-from quantry.llamacpp.tensor_map import Source
+from quantry.llamacpp.tensor_map import TensorSlice
 from quantry.models.anatomy import dissect
 from quantry.models.linears import Linear
 from quantry.models.parts import decoder_block
@@ -75,7 +75,7 @@ class Spy(inputs_module.Inputs):
             self.told[name if expert is None else f"{name}.{expert}"] = found
         return found
 
-    def made(self, layer: Linear | Source, weight: Tensor) -> None:
+    def made(self, layer: Linear | TensorSlice, weight: Tensor) -> None:
         name = layer.source if isinstance(layer, Linear) else layer.name
         self.heard[name, layer.expert, layer.rows] = (layer.flip, weight.clone())
         super().made(layer, weight)

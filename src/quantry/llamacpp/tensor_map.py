@@ -19,7 +19,7 @@ from quantry.types import TensorInfo
 if TYPE_CHECKING:
     from gguf import TensorNameMap
 
-__all__ = ["Family", "Source", "Target", "family", "targets"]
+__all__ = ["Family", "TensorSlice", "Target", "family", "targets"]
 
 LAYER = re.compile(r"(?<=\.layers\.)[0-9]{1,6}(?=\.)")
 EXPERT = re.compile(r"\.experts\.([0-9]{1,6})\.")
@@ -34,7 +34,7 @@ UNKNOWN = "remove it from the checkpoint if the model does not need it"
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TensorSlice:
     """A matrix out of a source tensor: `stack[expert]`, transposed if `flip`, then `rows`."""
 
     name: str
@@ -49,7 +49,7 @@ class Target:
 
     name: str
     shape: tuple[int, ...]  # outermost first
-    sources: tuple[Source, ...]
+    sources: tuple[TensorSlice, ...]
     heads: int | None = None  # rows go from rotary halves to pairs within each of so many heads
     add: float = 0.0  # to every value
     values: tuple[float, ...] | None = None  # of a tensor that has no sources
@@ -60,7 +60,7 @@ class Target:
 class _Part:
     """What one source tensor gives to a target."""
 
-    source: Source
+    source: TensorSlice
     shape: tuple[int, ...]
     expert: int | None = None
 
@@ -127,10 +127,10 @@ def _parts(tensor: TensorInfo, row: Family, flip: bool) -> Iterator[tuple[str, _
         rows = (index * size, (index + 1) * size) if len(names) > 1 else None
         if stacked:
             for expert in range(tensor.shape[0]):
-                yield name, _Part(Source(tensor.name, expert, rows, flip), (size, *shape[1:]), expert)
+                yield name, _Part(TensorSlice(tensor.name, expert, rows, flip), (size, *shape[1:]), expert)
         else:
             expert_of = int(numbered[1]) if numbered else None
-            yield name, _Part(Source(tensor.name, rows=rows), (size, *shape[1:]), expert_of)
+            yield name, _Part(TensorSlice(tensor.name, rows=rows), (size, *shape[1:]), expert_of)
 
 
 def _target_names(source: str, architecture: str) -> list[str]:
@@ -227,7 +227,7 @@ def _target(name: str, parts: Sequence[_Part], row: Family, found: Facts) -> Tar
     )
 
 
-def _fitted(part: _Part, shape: tuple[int, ...], row: Family) -> Source:
+def _fitted(part: _Part, shape: tuple[int, ...], row: Family) -> TensorSlice:
     """The source of a part that has this shape, without the rows that are to spare."""
     if part.shape == shape:
         return part.source

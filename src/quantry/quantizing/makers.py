@@ -15,7 +15,7 @@ from torch import Tensor
 from quantry import registry
 from quantry.errors import OutputError, WeightError
 from quantry.formats import gguf
-from quantry.llamacpp.tensor_map import Source
+from quantry.llamacpp.tensor_map import TensorSlice
 from quantry.models.linears import Linear
 from quantry.models.parts import block_of
 from quantry.models.weights import DTYPES, NAMES, MappedWeights
@@ -59,7 +59,7 @@ class Inputs(Protocol):
     def sequential(self) -> bool:
         """Whether a block is calibrated on what the quantized blocks before it give."""
 
-    def made(self, layer: Linear | Source, weight: Tensor) -> None:
+    def made(self, layer: Linear | TensorSlice, weight: Tensor) -> None:
         """Takes note of a quantized layer, decoded, (out, in) as in the checkpoint; where the job is sequential."""
 
     def resume(self, work: Workspace, remake: Callable[[int], None]) -> None:
@@ -269,7 +269,7 @@ class BlockMaker:
     def notes(self) -> tuple[str, ...]:
         return (*self._notes, *(self._inputs.notes() if self._inputs else ()))
 
-    def _stats(self, kind: str, source: Source) -> Stats | None:
+    def _stats(self, kind: str, source: TensorSlice) -> Stats | None:
         """The statistics of a matrix that is to be rounded by them."""
         if kind in DTYPES or self._inputs is None or self._rounder is None:
             return None
@@ -282,7 +282,7 @@ def tensor_left(name: str, reader: Reader, inputs: Inputs | None) -> Tensor:
     return reader.get(name) if transformed is None else transformed
 
 
-def matrix(weight: Tensor, source: Linear | Source) -> Tensor:
+def matrix(weight: Tensor, source: Linear | TensorSlice) -> Tensor:
     """A matrix (or vector) out of a tensor that may hold a stack of them."""
     if source.expert is not None:
         weight = weight[source.expert]

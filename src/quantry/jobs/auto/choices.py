@@ -18,7 +18,7 @@ from quantry import registry
 from quantry.errors import UnknownNameError
 from quantry.formats import gguf
 from quantry.llamacpp.mixture import BLOCKS
-from quantry.llamacpp.tensor_map import EMBEDDING, HEAD, Source, Target
+from quantry.llamacpp.tensor_map import EMBEDDING, HEAD, Target, TensorSlice
 from quantry.models.linears import EXPERT, Linear
 from quantry.models.parts import BLOCK, decoder_block
 from quantry.models.weights import DTYPES
@@ -40,7 +40,7 @@ FP8 = "fp8-dynamic"
 FP8_NOISE = 1 / 768 / 2.16
 NEEDLESS = {"Q4_0": "Q4_K", "IQ4_NL": "Q4_K", "Q5_0": "Q5_K"}  # where the other, of the same size, fits as well
 KEEP = {"keep": True}  # the rule of 16 bit
-Part = Linear | Source
+Part = Linear | TensorSlice
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from quantry.blockwise.walk import Walk
 from quantry.errors import CheckpointError, QuantryError, RecipeError
 from quantry.formats.gguf import NAME as GGUF
-from quantry.llamacpp.tensor_map import Source
+from quantry.llamacpp.tensor_map import TensorSlice
 from quantry.models.attention import text_config
 from quantry.models.identity import identity
 from quantry.models.linears import Linear
@@ -171,7 +171,7 @@ def _layers(division: TensorPlan, blocks: int) -> dict[int, frozenset[Layer]]:
     """The matrices of each block that are quantized."""
     found: dict[int, set[Layer]] = {}
     for piece in division.pieces:
-        parts: tuple[Linear | Source, ...] = ()
+        parts: tuple[Linear | TensorSlice, ...] = ()
         if isinstance(piece, Quantize):
             parts = piece.linears
         elif isinstance(piece, Assemble) and piece.kind not in STORED:

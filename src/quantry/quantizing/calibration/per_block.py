@@ -21,7 +21,7 @@ from torch import Tensor
 from quantry.blockwise.walk import CPU, Block, Place
 from quantry.errors import QuantryError
 from quantry.llamacpp import importance
-from quantry.llamacpp.tensor_map import Source, Target
+from quantry.llamacpp.tensor_map import Target, TensorSlice
 from quantry.models.linears import Linear
 from quantry.models.parts import decoder_block
 from quantry.models.reader import IMPORTANCE
@@ -39,7 +39,7 @@ Layer = tuple[str, int | None, tuple[int, int] | None]  # a matrix in a tensor o
 T = TypeVar("T")
 
 
-def tensor_of(layer: Linear | Source) -> str:
+def tensor_of(layer: Linear | TensorSlice) -> str:
     """The tensor of the checkpoint that a layer is in."""
     return layer.source if isinstance(layer, Linear) else layer.name
 
@@ -64,7 +64,7 @@ class _Stored:
         self._seen: set[Layer] = set()
         self._tensors: dict[str, Tensor] = {}
 
-    def add(self, index: int, layer: Linear | Source, weight: Tensor, whole: Callable[[str], Tensor]) -> None:
+    def add(self, index: int, layer: Linear | TensorSlice, weight: Tensor, whole: Callable[[str], Tensor]) -> None:
         """Puts a decoded matrix in its place; `whole` gives the tensor of the checkpoint that it is a part of."""
         if index != self._index:
             self.take()
@@ -157,7 +157,7 @@ class Inputs:
         passage = self._passage
         return self._sparing(index, lambda: attention(passage.block(index)))
 
-    def made(self, layer: Linear | Source, weight: Tensor) -> None:
+    def made(self, layer: Linear | TensorSlice, weight: Tensor) -> None:
         """Takes note of a quantized layer of a sequential job: its decoded weight, (out, in), as in the checkpoint."""
         index = decoder_block(tensor_of(layer), self._blocks)
         if self._stored is None or self._passage is None or index is None:
