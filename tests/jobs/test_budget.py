@@ -1,7 +1,7 @@
 """The bit budget: what people write, and the solver against brute force and against a table of every size."""
 
-import random
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Sequence

@@ -19,7 +19,7 @@ from quantry.types import TensorInfo
 if TYPE_CHECKING:
     from gguf import TensorNameMap
 
-__all__ = ["Family", "TensorSlice", "Target", "family", "targets"]
+__all__ = ["Family", "Target", "TensorSlice", "family", "targets"]
 
 LAYER = re.compile(r"(?<=\.layers\.)[0-9]{1,6}(?=\.)")
 EXPERT = re.compile(r"\.experts\.([0-9]{1,6})\.")
