@@ -43,7 +43,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def score(folder: Path, kept: Reference) -> dict[str, Any]:
     """What vLLM says of one artefact against its bytes and the 16-bit model, or the error it ended with."""
-    ids = [kept.compact(index).ids for index in range(len(kept.windows))]
+    ids = [kept.top_k(index).ids for index in range(len(kept.windows))]
     start = time.perf_counter()
     try:
         served = vllm.score(folder, kept.windows, ids, python=Path(sys.executable), options=OPTIONS, patience=150.0)
@@ -56,9 +56,9 @@ def score(folder: Path, kept: Reference) -> dict[str, Any]:
         "seconds": seconds,
         "kernels": [note for note in served.notes if "ernel" in note],
         "memory": dict(served.memory),
-        "kl_to_decoded": measuring.gap(kept, decoded.observed, served.observed, every).kl,
-        "kl_to_16_bit": measuring.summarize(kept, served.observed, every).kl.value,
-        "decoded_kl_to_16_bit": measuring.summarize(kept, decoded.observed, every).kl.value,
+        "kl_to_decoded": measuring.gap(kept, decoded.scores, served.scores, every).kl,
+        "kl_to_16_bit": measuring.summarize(kept, served.scores, every).kl.value,
+        "decoded_kl_to_16_bit": measuring.summarize(kept, decoded.scores, every).kl.value,
     }
 
 

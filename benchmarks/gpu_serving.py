@@ -128,7 +128,7 @@ def agreement(given: argparse.Namespace) -> dict[str, Any]:
 
 def _agrees(running: Running, folder: Path, kept: Reference, device: str) -> dict[str, Any]:
     """Log-probabilities of the tokens of a text, as served and as the bytes say."""
-    decoded = measuring.decode(open_source(folder), kept, device=device).observed
+    decoded = measuring.decode(open_source(folder), kept, device=device).scores
     apart, served = [], []
     for window, here in zip(kept.windows, decoded, strict=True):
         there = _log_probabilities(running, window.tokens)[window.start :]

@@ -3,13 +3,14 @@
 import math
 import tomllib
 from importlib.resources import files
-from typing import NamedTuple
 
 import pytest
 
 from quantry.errors import QuantryError, UnknownNameError
 from quantry.planning.rules import uses as planned_uses
-from quantry.proof.gate import Finding, judge, uses, verdict
+from quantry.proof import gate
+from quantry.proof.gate import Finding, judge, uses
+from quantry.proof.interval import Interval
 from quantry.quantizing.recipe import presets
 
 TABLE = tomllib.loads(files("quantry.proof").joinpath("gates.toml").read_text())
@@ -17,10 +18,8 @@ SOUND = {"kl": 0.0167, "perplexity_ratio": 1.0146, "top1": 0.925}  # the demo mo
 EIGHT = {"kl": 0.0002, "perplexity_ratio": 1.0009, "top1": 0.991}  # and in W8A8
 
 
-class Span(NamedTuple):
-    value: float
-    low: float
-    high: float
+def verdict(findings: tuple[Finding, ...]) -> str:
+    return gate.verdict([finding.to_dict() for finding in findings])
 
 
 def failing(findings: tuple[Finding, ...]) -> set[tuple[str, str]]:
@@ -143,7 +142,7 @@ def test_the_noise_floor_is_allowed_on_top_of_kl() -> None:
 
 
 def test_intervals_that_straddle_are_told() -> None:
-    found = judge({**SOUND, "kl": Span(0.079, 0.07, 0.09), "top1": Span(0.79, 0.78, 0.795)}, "general", None)
+    found = judge({**SOUND, "kl": Interval(0.079, 0.07, 0.09), "top1": Interval(0.79, 0.78, 0.795)}, "general", None)
     by_name = {finding.name: finding for finding in found}
     assert (by_name["kl"].ok, by_name["kl"].straddles) == (True, True)
     assert (by_name["top1"].ok, by_name["top1"].straddles) == (False, False)
@@ -151,8 +150,8 @@ def test_intervals_that_straddle_are_told() -> None:
     assert not by_name["perplexity_ratio"].straddles
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, Span(0.1, -math.inf, 0.2)])
-def test_numbers_that_are_none(value: float | Span) -> None:
+@pytest.mark.parametrize("value", [math.nan, math.inf, Interval(0.1, -math.inf, 0.2)])
+def test_numbers_that_are_none(value: float | Interval) -> None:
     with pytest.raises(QuantryError, match="kl is .*not a finite number"):
         judge({**SOUND, "kl": value}, "general", None)
 

@@ -17,7 +17,7 @@ from quantry.blockwise.walk import Walk, whole
 from quantry.errors import OutputError, QuantryError
 from quantry.models.reader import demo_folder
 from quantry.proof import reference as module
-from quantry.proof.divergence import Array
+from quantry.proof.divergence import Array, TopK
 from quantry.proof.reference import Reference, StandIn, cache_folder, fingerprint, reference, shortfall
 from quantry.proof.sources import open_source, tokenizer
 from quantry.proof.text import Window, default_text, windows
@@ -68,12 +68,16 @@ def made(tiny: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Re
     return reference(tiny[0], cuts(6), cache=tmp_path_factory.mktemp("cache"))
 
 
+def windows_of(kept: Reference) -> list[TopK]:
+    return [kept.top_k(index) for index in range(len(kept.windows))]
+
+
 def test_the_demo_model_is_kept_whole(tmp_path: Path) -> None:
     found = windows(default_text()[0], tokenizer(open_source("demo")), 48, 2)
     kept = reference("demo", found, cache=tmp_path)
     assert (kept.k, kept.vocabulary, kept.recovered, kept.sample.logp.shape) == (4096, 4096, 1.0, (0, 4096))
     model = AutoModelForCausalLM.from_pretrained(demo_folder(), dtype=torch.float32)
-    for window, part in zip(found, kept.compacts(), strict=True):
+    for window, part in zip(found, windows_of(kept), strict=True):
         wanted = plain(model, window)
         np.testing.assert_allclose(part.logp, wanted, atol=2e-4)
         assert (part.ids == np.arange(4096)).all()
@@ -85,7 +89,7 @@ def test_the_demo_model_is_kept_whole(tmp_path: Path) -> None:
 
 def test_each_window_has_the_most_probable_tokens(made: Reference, tiny: tuple[Path, Any]) -> None:
     assert len(made.windows) == 6
-    for window, kept in zip(made.windows, made.compacts(), strict=True):
+    for window, kept in zip(made.windows, windows_of(made), strict=True):
         wanted = plain(tiny[1], window)
         assert kept.ids.shape == kept.logp.shape == (window.scored, made.k)
         assert kept.ids.dtype == np.int32
@@ -173,7 +177,7 @@ def test_only_the_beginning_of_long_windows_is_probed(tiny: tuple[Path, Any], tm
 def test_a_k_of_the_users_own(tiny: tuple[Path, Any], tmp_path: Path) -> None:
     found = reference(tiny[0], cuts(2), k=100, cache=tmp_path)
     assert (found.k, found.recovered) == (100, None)
-    assert found.compact(1).ids.shape == (cuts(2)[1].scored, 100)
+    assert found.top_k(1).ids.shape == (cuts(2)[1].scored, 100)
     assert len(found.sample.logp)
     for k in (VOCABULARY, VOCABULARY + 1):
         whole_vocabulary = reference(tiny[0], cuts(1), k=k, cache=tmp_path)
@@ -200,7 +204,7 @@ def test_the_stand_in_rounds_linear_weights_alone(tmp_path: Path, architecture: 
 def same(one: Reference, other: Reference) -> bool:
     arrays = [
         (getattr(mine, name), getattr(theirs, name))
-        for mine, theirs in zip(one.compacts(), other.compacts(), strict=True)
+        for mine, theirs in zip(windows_of(one), windows_of(other), strict=True)
         for name in ("ids", "logp", "tail", "next", "top")
     ]
     return one.noise == other.noise and all(np.array_equal(*pair) for pair in arrays)
@@ -318,5 +322,5 @@ def test_the_cache_goes_where_the_environment_says(
     assert reference(tiny[0], cuts(1), k=64).folder.parent == tmp_path / "other/references"
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("QUANTRY_CACHE", str(tmp_path / "file"))
-    with pytest.raises(OutputError, match="cannot keep the reference in .*QUANTRY_CACHE"):
+    with pytest.raises(OutputError, match="cannot write the reference to .*QUANTRY_CACHE"):
         reference(tiny[0], cuts(1), k=64)

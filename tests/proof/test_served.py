@@ -23,7 +23,7 @@ import quantry
 from quantry.errors import CheckpointError, ModelNotFoundError, QuantryError, UnknownNameError, WeightError
 from quantry.llamacpp.model import Model
 from quantry.models.reader import open_checkpoint
-from quantry.proof.divergence import Observed, compact, kl
+from quantry.proof.divergence import Scores, kl, top_k
 from quantry.proof.served import Served, _process, engine, llama_cpp, transformers, vllm
 from quantry.proof.served.inside import engines as inside
 from quantry.proof.text import Window
@@ -71,7 +71,7 @@ def logits(model: PreTrainedModel, window: Window) -> Tensor:
         return rows
 
 
-def expected(rows: Tensor, window: Window, ids: NDArray[np.int32]) -> Observed:
+def expected(rows: Tensor, window: Window, ids: NDArray[np.int32]) -> Scores:
     """Row by row, as the definition has it."""
     logq, following, top = [], [], []
     for position in range(window.start, len(window.tokens)):
@@ -80,10 +80,10 @@ def expected(rows: Tensor, window: Window, ids: NDArray[np.int32]) -> Observed:
         logq.append(scores[ids[position - window.start]])
         following.append(scores[window.tokens[position]])
         top.append(row.argmax())
-    return Observed(np.array(logq), np.array(following), np.array(top))
+    return Scores(np.array(logq), np.array(following), np.array(top))
 
 
-def assert_close(found: Observed, want: Observed, tolerance: float) -> None:
+def assert_close(found: Scores, want: Scores, tolerance: float) -> None:
     for name in ("logq", "next"):
         got = getattr(found, name)
         assert got.dtype == np.float32
@@ -100,22 +100,22 @@ def test_llama_cpp_says_what_its_logits_say(f16: Path, windows: list[Window], id
     assert served.version.startswith("xllamacpp 20")
     assert heard == [(100, 730, "llama.cpp"), (700, 730, "llama.cpp"), (730, 730, "llama.cpp")]
     with Model(f16 / "demo-F16.gguf", context=600, threads=1) as opened:
-        for window, places, found in zip(windows, ids, served.observed, strict=True):
+        for window, places, found in zip(windows, ids, served.scores, strict=True):
             assert_close(found, expected(torch.from_numpy(opened.logits(window.tokens)), window, places), 1e-4)
 
 
 def test_llama_cpp_is_close_to_transformers_in_16_bit(f16: Path, model: PreTrainedModel, windows: list[Window]) -> None:
     served = llama_cpp.score(f16, windows, [ALL[: window.scored] for window in windows], threads=1)
     assert divergence(served, model, windows) < 1e-4
-    shifted = Served("", "", [Observed(np.roll(o.logq, 1, 0), o.next, o.top) for o in served.observed])
+    shifted = Served("", "", [Scores(np.roll(o.logq, 1, 0), o.next, o.top) for o in served.scores])
     assert divergence(shifted, model, windows) > 0.5  # the measure can tell
 
 
 def divergence(served: Served, model: PreTrainedModel, windows: Sequence[Window]) -> float:
-    pairs = zip(windows, served.observed, strict=True)
+    pairs = zip(windows, served.scores, strict=True)
     return float(
         np.concatenate(
-            [kl(compact(logits(model, window), window.tokens, window.start, VOCABULARY), o) for window, o in pairs]
+            [kl(top_k(logits(model, window), window.tokens, window.start, VOCABULARY), o) for window, o in pairs]
         ).mean()
     )
 
@@ -190,7 +190,7 @@ def test_transformers_in_a_process_of_its_own(
     assert heard == [(100, 730, "transformers"), (700, 730, "transformers"), (730, 730, "transformers")]
     assert served.version.startswith("5.")
     assert served.memory["weights"] == model.get_memory_footprint()
-    for window, places, found in zip(windows, (ids[0], ALL, ids[2]), served.observed, strict=True):
+    for window, places, found in zip(windows, (ids[0], ALL, ids[2]), served.scores, strict=True):
         assert_close(found, expected(logits(model, window), window, places[: window.scored]), 2e-4)
 
 
@@ -222,7 +222,7 @@ def test_passes_in_chunks_with_rows_behind_them(
             seen.see(start, torch.cat([true, torch.full((8, VOCABULARY), torch.nan)]))
         seen.save(tmp_path / "scored.npz")
         with np.load(tmp_path / "scored.npz") as stored:
-            assert_close(Observed(**stored), expected(rows, window, places), 1e-5)
+            assert_close(Scores(**stored), expected(rows, window, places), 1e-5)
 
 
 def test_positions_that_were_not_shown_or_are_not_finite(

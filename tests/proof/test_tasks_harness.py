@@ -213,7 +213,7 @@ def test_questions_that_do_not_fit_are_counted(tasks: dict[str, Path], module: A
         [*narrow.encode(text), *narrow.encode(" " + choices[gold], special=False)] for text, choices, gold in ROWS
     ]
     assert result.truncated == sum(len(each) - 1 > 6 for each in tokens) > 0
-    with pytest.raises(QuantryError, match="24 tokens written in a context of 6"):
+    with pytest.raises(QuantryError, match="asks for 24 tokens in a context of 6"):
         evaluate(narrow, [tasks["questions"]])
     wide = TorchAnswers(module, AutoTokenizer.from_pretrained(demo_folder()), context=32)
     (result,) = evaluate(wide, [tasks["questions"]])
@@ -242,7 +242,7 @@ def test_two_models_are_compared_question_by_question(
     assert perplexity.paired is not None
     assert perplexity.paired.difference.value < 0  # each question's value is its log-probability
     assert rows["texts", "byte_perplexity"].paired is None  # (log-probability, bytes): there is no one number
-    with pytest.raises(QuantryError, match="not asked the same"):
+    with pytest.raises(QuantryError, match="did not run the same"):
         compare(list(found.values())[1:], coarse)
 
 
@@ -295,7 +295,7 @@ def test_names_that_are_none(decoded: TorchAnswers, tmp_path: Path, tasks: dict[
         evaluate(decoded, [tmp_path / "none.yaml"])
     with pytest.raises(QuantryError, match="no task is named"):
         evaluate(decoded, [])
-    with pytest.raises(QuantryError, match="choices is asked for twice"):
+    with pytest.raises(QuantryError, match="choices is given twice"):
         evaluate(decoded, [tasks["choices"], tasks["choices"]])
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from quantry.errors import QuantryError
-from quantry.proof.tasks.judge import Endpoint, judge
+from quantry.proof.tasks.judge import JudgeEndpoint, judge
 from quantry.proof.tasks.significance import sign_test
 
 Reply = Callable[[dict[str, Any], dict[str, str]], tuple[int, dict[str, str], bytes]]
@@ -82,7 +82,9 @@ def test_wins_ties_and_losses_are_the_quantized_models() -> None:
 
     steps: list[tuple[int, int, str]] = []
     with serving(reply) as url:
-        found = judge(QUESTIONS, BASE, QUANTIZED, Endpoint(url, "the-judge"), progress=lambda *step: steps.append(step))
+        found = judge(
+            QUESTIONS, BASE, QUANTIZED, JudgeEndpoint(url, "the-judge"), progress=lambda *step: steps.append(step)
+        )
     assert found.outcomes == ("win", "loss", "tie", "tie", "win")
     assert (found.wins, found.ties, found.losses) == (2, 2, 1)
     assert (found.p, found.swayed, found.unclear) == (sign_test(1, 2), 0, 0)
@@ -99,14 +101,14 @@ def test_wins_ties_and_losses_are_the_quantized_models() -> None:
 @pytest.mark.parametrize("favourite", ["A", "B"])
 def test_a_judge_who_looks_at_the_order_only_decides_nothing(favourite: str) -> None:
     with serving(lambda *_: says(favourite)) as url:
-        found = judge(QUESTIONS, BASE, QUANTIZED, Endpoint(url, "biased"))
+        found = judge(QUESTIONS, BASE, QUANTIZED, JudgeEndpoint(url, "biased"))
     assert (found.wins, found.ties, found.losses, found.p) == (0, 5, 0, 1.0)
     assert found.swayed == 4
 
 
 def test_a_win_in_one_order_and_a_tie_in_the_other_is_a_tie() -> None:
     with serving(lambda body, _: says("B" if shown(body)[1] == "new" else "TIE")) as url:
-        found = judge(["q"], ["old"], ["new"], Endpoint(url, "m"))
+        found = judge(["q"], ["old"], ["new"], JudgeEndpoint(url, "m"))
     assert (found.outcomes, found.swayed) == (("tie",), 0)
 
 
@@ -122,7 +124,7 @@ def test_a_win_in_one_order_and_a_tie_in_the_other_is_a_tie() -> None:
 def test_verdicts_are_read_from_prose(words: str, outcome: str) -> None:
     swapped = words.translate(str.maketrans("AB", "BA")).replace("Bnswer", "Answer")
     with serving(lambda body, _: says(words if shown(body)[1] == "new" else swapped)) as url:
-        found = judge(["q"], ["old"], ["new"], Endpoint(url, "m"))
+        found = judge(["q"], ["old"], ["new"], JudgeEndpoint(url, "m"))
     assert (found.outcomes, found.unclear) == ((outcome,), 0)
 
 
@@ -135,9 +137,9 @@ def test_the_key_is_read_from_the_variable_and_never_shown(monkeypatch: pytest.M
         return longer(body, headers) if len(keys) < 3 else (401, {}, b'{"error": "bad key sk-secret"}')
 
     with serving(reply) as url:
-        assert judge(["q"], ["old"], ["newer"], Endpoint(url + "/", "m", "JUDGE_KEY")).wins == 1
+        assert judge(["q"], ["old"], ["newer"], JudgeEndpoint(url + "/", "m", "JUDGE_KEY")).wins == 1
         with pytest.raises(QuantryError) as caught:
-            judge(["q"], ["old"], ["newer"], Endpoint(url, "m", "JUDGE_KEY"))
+            judge(["q"], ["old"], ["newer"], JudgeEndpoint(url, "m", "JUDGE_KEY"))
     assert set(keys) == {"Bearer sk-secret"}
     assert "status 401" in str(caught.value)
     assert "bad key" in str(caught.value)
@@ -156,7 +158,7 @@ def test_a_key_that_cannot_be_sent_is_refused_before_anything_is(
     if value is not None:
         monkeypatch.setenv("JUDGE_KEY", value)
     with pytest.raises(QuantryError, match=f"JUDGE_KEY {words}"):
-        judge(["q"], ["old"], ["new"], Endpoint("http://127.0.0.1:9/v1", "m", "JUDGE_KEY"))
+        judge(["q"], ["old"], ["new"], JudgeEndpoint("http://127.0.0.1:9/v1", "m", "JUDGE_KEY"))
 
 
 @pytest.mark.parametrize(
@@ -167,17 +169,17 @@ def test_a_key_that_cannot_be_sent_is_refused_before_anything_is(
         (404, b'{"error": "model"}', "serves the model m"),
         (400, b"context too long", "status 400: context too long"),
         (302, b"", "status 302: Found"),
-        (200, b"<html>hello</html>", "something else than a chat completion: '<html>hello</html>'"),
-        (200, b"{}", "something else than a chat completion"),
-        (200, b'{"choices": []}', "something else than a chat completion"),
-        (200, b"[" * 100_000, "something else than a chat completion"),
-        (200, b"\xff\xfe\x00", "something else than a chat completion"),
-        (200, b"", "something else than a chat completion"),
+        (200, b"<html>hello</html>", "did not reply with a chat completion: '<html>hello</html>'"),
+        (200, b"{}", "did not reply with a chat completion"),
+        (200, b'{"choices": []}', "did not reply with a chat completion"),
+        (200, b"[" * 100_000, "did not reply with a chat completion"),
+        (200, b"\xff\xfe\x00", "did not reply with a chat completion"),
+        (200, b"", "did not reply with a chat completion"),
     ],
 )
 def test_refusals_and_nonsense_are_one_line_with_a_fix(status: int, data: bytes, words: str) -> None:
     with serving(lambda *_: (status, {}, data)) as url, pytest.raises(QuantryError) as caught:
-        judge(["q"], ["old"], ["new"], Endpoint(url, "m"))
+        judge(["q"], ["old"], ["new"], JudgeEndpoint(url, "m"))
     assert words in str(caught.value)
     assert url in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -188,18 +190,18 @@ def test_no_one_listens() -> None:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
     with pytest.raises(QuantryError, match="cannot reach the judge at http://127.0.0.1"):
-        judge(["q"], ["old"], ["new"], Endpoint(url, "m"))
+        judge(["q"], ["old"], ["new"], JudgeEndpoint(url, "m"))
 
 
 @pytest.mark.parametrize("url", ["localhost:8000/v1", "ftp://host/v1", "", "http://", "http:///v1"])
 def test_an_address_that_is_none(url: str) -> None:
-    with pytest.raises(QuantryError, match="no http address"):
-        judge(["q"], ["old"], ["new"], Endpoint(url, "m"))
+    with pytest.raises(QuantryError, match="not an http address"):
+        judge(["q"], ["old"], ["new"], JudgeEndpoint(url, "m"))
 
 
 def test_an_address_that_cannot_be_parsed() -> None:
     with pytest.raises(QuantryError, match="cannot reach the judge"):
-        judge(["q"], ["old"], ["new"], Endpoint("http://[::1/v1", "m"))
+        judge(["q"], ["old"], ["new"], JudgeEndpoint("http://[::1/v1", "m"))
 
 
 def test_a_slow_judge_is_not_waited_for() -> None:
@@ -212,7 +214,7 @@ def test_a_slow_judge_is_not_waited_for() -> None:
     with serving(reply) as url:
         started = time.monotonic()
         with pytest.raises(QuantryError, match=r"did not reply within 0\.3 seconds"):
-            judge(QUESTIONS, BASE, QUANTIZED, Endpoint(url, "m", timeout=0.3))
+            judge(QUESTIONS, BASE, QUANTIZED, JudgeEndpoint(url, "m", timeout=0.3))
         assert time.monotonic() - started < 5
         release.set()
 
@@ -225,10 +227,10 @@ def test_a_busy_judge_is_asked_again_and_given_up_in_the_end() -> None:
         return (429, {"Retry-After": "0"}, b"slow down") if len(calls) < 4 else longer(body, headers)
 
     with serving(reply) as url:
-        assert judge(["q"], ["old"], ["newer"], Endpoint(url, "m")).wins == 1
+        assert judge(["q"], ["old"], ["newer"], JudgeEndpoint(url, "m")).wins == 1
     assert len(calls) == 5
     with serving(lambda *_: (503, {"Retry-After": "0"}, b"")) as url, pytest.raises(QuantryError, match="status 503"):
-        judge(["q"], ["old"], ["newer"], Endpoint(url, "m"))
+        judge(["q"], ["old"], ["newer"], JudgeEndpoint(url, "m"))
 
 
 def test_a_judge_that_takes_no_temperature_is_asked_without() -> None:
@@ -238,16 +240,16 @@ def test_a_judge_that_takes_no_temperature_is_asked_without() -> None:
         return longer(body, headers)
 
     with serving(reply) as url:
-        assert judge(["q"], ["old"], ["newer"], Endpoint(url, "m")).outcomes == ("win",)
+        assert judge(["q"], ["old"], ["newer"], JudgeEndpoint(url, "m")).outcomes == ("win",)
 
 
 def test_a_judge_that_names_no_winner_is_no_judge() -> None:
     with serving(lambda *_: says("I cannot say.")) as url, pytest.raises(QuantryError, match="'I cannot say.'"):
-        judge(QUESTIONS, BASE, QUANTIZED, Endpoint(url, "m"))
-    with serving(lambda *_: says(None)) as url, pytest.raises(QuantryError, match="named no winner in 2 of 2"):
-        judge(["q"], ["old"], ["new"], Endpoint(url, "m"))
+        judge(QUESTIONS, BASE, QUANTIZED, JudgeEndpoint(url, "m"))
+    with serving(lambda *_: says(None)) as url, pytest.raises(QuantryError, match="gave no verdict in 2 of 2"):
+        judge(["q"], ["old"], ["new"], JudgeEndpoint(url, "m"))
     with serving(lambda body, _: says("B" if shown(body)[1] == "newer" else "Hm.")) as url:
-        found = judge(["q"], ["old"], ["newer"], Endpoint(url, "m"))
+        found = judge(["q"], ["old"], ["newer"], JudgeEndpoint(url, "m"))
     assert (found.outcomes, found.unclear) == (("tie",), 1)
 
 
@@ -260,5 +262,5 @@ def test_the_first_failure_stops_the_rest() -> None:
 
     many = [str(number) for number in range(400)]
     with serving(reply) as url, pytest.raises(QuantryError, match="status 404"):
-        judge(many, many, [f"{text}!" for text in many], Endpoint(url, "m"))
+        judge(many, many, [f"{text}!" for text in many], JudgeEndpoint(url, "m"))
     assert len(calls) < 100

@@ -6,9 +6,10 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from depth import examples
 from quantry.proof.tasks.significance import LEVEL, mcnemar, mean, paired, sign_test
 
 
@@ -33,7 +34,7 @@ def test_sign_test_of_many_questions_is_near_the_normal_one() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=12))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_mcnemar_counts_pairs_and_looks_only_at_differences(pairs: list[tuple[bool, bool]]) -> None:
     base, quantized = [first for first, _ in pairs], [second for _, second in pairs]
     found = mcnemar(base, quantized)

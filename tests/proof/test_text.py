@@ -101,7 +101,7 @@ def test_a_text_shorter_than_a_window_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("length", "count", "words"),
     [
-        (1, 1, "none to score; give a --length of at least 2"),
+        (1, 1, "no token to score; give a --length of at least 2"),
         (-5, 1, "of at least 2"),
         (8, 0, "0 windows"),
         (8, -1, "-1 windows"),

@@ -131,8 +131,8 @@ def plain(layers: int | None) -> list[Tensor]:
 def kl(logits: Sequence[Tensor], served: Served, windows: Sequence[Window]) -> float:
     """Mean divergence of what an engine said from logits, over all tokens."""
     found = [
-        divergence.kl(divergence.compact(rows, window.tokens, window.start, rows.shape[1]), observed)
-        for rows, window, observed in zip(logits, windows, served.observed, strict=True)
+        divergence.kl(divergence.top_k(rows, window.tokens, window.start, rows.shape[1]), observed)
+        for rows, window, observed in zip(logits, windows, served.scores, strict=True)
     ]
     return float(np.concatenate(found).mean())
 
@@ -233,8 +233,8 @@ def test_vllm_in_chunks() -> None:
     assert heard == [200, 700, 760, 953]
     assert served.memory == {"kv_cache": 1 << 30}
     reference = [logits for _, logits in walk.run(sources.open_source(model), [window.tokens for window in windows])]
-    for logits, window, observed in zip(reference, windows, served.observed, strict=True):
-        compact = divergence.compact(logits, window.tokens, window.start, logits.shape[1])
+    for logits, window, observed in zip(reference, windows, served.scores, strict=True):
+        compact = divergence.top_k(logits, window.tokens, window.start, logits.shape[1])
         distances = divergence.kl(compact, observed)
         print(f"{len(window.tokens)} tokens: KL {distances.mean():.2e}, at most {distances.max():.2e}")
         assert distances.mean() < 5e-4

@@ -1,7 +1,7 @@
-"""What can be seen to be wrong before any model runs: unfinished or changed files, another vocabulary or tokenizer, a
-missing or doubled BOS, another chat template. Each is named, and each comes with a way to mend it.
+"""Checks before any model runs: unfinished or changed files, another vocabulary or tokenizer, a missing or doubled BOS,
+another chat template. Every failed check has a name and a fix.
 
-A GGUF file is asked through llama.cpp itself, since it is llama.cpp that will read it; a folder through its own files.
+A GGUF file is read through llama.cpp, since llama.cpp will serve it; a folder through its tokenizer files.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from quantry.errors import CheckpointError, QuantryError
 from quantry.llamacpp.model import Model
@@ -22,7 +22,7 @@ from quantry.proof.sources import ModelSource, check_finished, open_source, toke
 from quantry.storage import ARTEFACT_FILE
 
 CONTEXT = 32  # tokens: llama.cpp only tokenizes here
-START = 4000  # characters of the text that both tokenize
+START = 4000  # characters of the text that both models tokenize
 PROBES = (
     "Hello world",
     "The quick brown fox didn't jump; it's 10:45, and 12,345.67 dollars are gone.",
@@ -42,7 +42,7 @@ REWRITE = "convert the reference to GGUF again"
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at. Field names are the JSON names."""
+    """The result of one check. Field names are the JSON names."""
 
     name: str
     ok: bool
@@ -53,28 +53,11 @@ class Check:
         return asdict(self)
 
 
-class Tongue(Protocol):
-    """How a model reads text: its tokens, and its chat template."""
-
-    fix: str
-
-    @property
-    def template(self) -> str | None: ...
-    @property
-    def marks(self) -> Sequence[str]: ...  # what special tokens look like in a text
-
-    def encode(self, text: str, special: bool) -> list[int]: ...
-
-    def render(self, talk: Sequence[dict[str, str]], template: str) -> str: ...
-
-    def close(self) -> None: ...
-
-
 def checks(reference: str | Path, artefact: str | Path, text: str = "") -> tuple[Check, ...]:
-    """Looks at an artefact beside the model it was made from; `text` is what both will be measured on.
+    """Checks an artefact against the model it was made from; `text` is what both will be measured on.
 
-    Whether it is finished, its files, vocabulary, tokenizer, BOS, EOS and chat template, in this order. What cannot be
-    read ends the list. A reference that cannot be read is an error.
+    The order is: finished, files, vocabulary, tokenizer, BOS, EOS, chat template. An artefact that cannot be read ends
+    the list with a failed check. Raises QuantryError if the reference cannot be read.
     """
     return tuple(_checks(reference, artefact, text))
 
@@ -93,16 +76,16 @@ def _checks(reference: str | Path, artefact: str | Path, text: str) -> Iterator[
         return
     original = open_source(reference)
     yield _vocabulary(original, ours)
-    with closing(_tongue(original)) as first:
+    with closing(_open_tokenizer(original)) as theirs:
         try:
-            second = _tongue(ours)
+            mine = _open_tokenizer(ours)
         except QuantryError as error:
             yield Check("tokenizer", False, error.problem, error.fix)
             return
-        with closing(second):
-            yield _tokens(first, second, [*PROBES, _passage(text[:START], first.marks)])
-            yield from _ends(original, ours, first, second)
-            yield _template(first, second)
+        with closing(mine):
+            yield _tokens(theirs, mine, [*PROBES, _passage(text[:START], theirs.special_tokens)])
+            yield from _ends(original, ours, theirs, mine)
+            yield _template(theirs, mine)
 
 
 def _finished(path: Path) -> Check:
@@ -114,7 +97,7 @@ def _finished(path: Path) -> Check:
 
 
 def check_files(path: Path) -> Check:
-    """The files that quantry.json lists, by size and SHA-256."""
+    """Compares the files that quantry.json lists with their recorded size and SHA-256."""
     folder = path.parent if path.is_file() else path
     note = folder / ARTEFACT_FILE
     if not note.is_file():
@@ -124,8 +107,8 @@ def check_files(path: Path) -> Check:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         return Check("files", False, f"quantry.json is damaged ({str(error)[:80]})", AGAIN)
     for name, (size, digest) in listed.items():
-        if wrong := _changed(folder / name, size, digest):
-            return Check("files", False, f"{name} {wrong}", f"copy {name} again, or {AGAIN}")
+        if problem := _problem(folder / name, size, digest):
+            return Check("files", False, f"{name} {problem}", f"copy {name} again, or {AGAIN}")
     return Check("files", True, f"{len(listed)} files are as they were written (SHA-256)")
 
 
@@ -134,32 +117,32 @@ def _listed(note: Path) -> dict[str, Any]:
     return files
 
 
-def _changed(file: Path, size: int, digest: str) -> str:
-    """What is wrong with a file, or nothing."""
+def _problem(file: Path, size: int, digest: str) -> str:
+    """Says what is wrong with a file; returns an empty text if nothing is."""
     if not file.is_file():
         return "is not there"
-    if (found := file.stat().st_size) != size:
-        return f"has {found:,} bytes where {size:,} were written" + (": it is truncated" if found < size else "")
+    if (present := file.stat().st_size) != size:
+        return f"has {present:,} bytes where {size:,} were written" + (": it is truncated" if present < size else "")
     with file.open("rb") as data:
         return "" if hashlib.file_digest(data, "sha256").hexdigest() == digest else "has other bytes than were written"
 
 
 def _vocabulary(original: ModelSource, ours: ModelSource) -> Check:
-    want, found = (text_config(source.config).get("vocab_size") for source in (original, ours))
-    if want == found:
-        return Check("vocabulary", True, f"both have {want} tokens")
-    words = f"the artefact has a vocabulary of {found}, the reference one of {want}"
+    expected, actual = (text_config(source.config).get("vocab_size") for source in (original, ours))
+    if expected == actual:
+        return Check("vocabulary", True, f"both have {expected} tokens")
+    words = f"the artefact has a vocabulary of {actual}, the reference one of {expected}"
     return Check("vocabulary", False, words, "give the reference that the artefact was made from")
 
 
-class _Folder:
-    """The tokenizer of a folder, by its own files."""
+class ModelTokenizer:
+    """The tokenizer and chat template of a model, as its tokenizer files define them."""
 
     fix = COPY
 
     def __init__(self, source: ModelSource) -> None:
         self._source = source
-        self.encode("", special=True)  # one that cannot be read is refused here
+        self.encode("", special=True)  # raises now if the tokenizer cannot be read
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -167,11 +150,13 @@ class _Folder:
 
     @property
     def template(self) -> str | None:
-        found = self._tokenizer.chat_template
-        return found.get("default") if isinstance(found, dict) else found
+        """The chat template."""
+        template = self._tokenizer.chat_template
+        return template.get("default") if isinstance(template, dict) else template
 
     @property
-    def marks(self) -> Sequence[str]:
+    def special_tokens(self) -> Sequence[str]:
+        """The texts of all special tokens."""
         return tuple(self._tokenizer.get_added_vocab())
 
     def encode(self, text: str, special: bool) -> list[int]:
@@ -182,11 +167,11 @@ class _Folder:
         return cast(str, self._tokenizer.apply_chat_template(list(talk), **options))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no file is open."""
 
 
-class _Gguf(_Folder):
-    """What is in a GGUF file, as llama.cpp sees it; its template is rendered with the special tokens it has there."""
+class GgufTokenizer(ModelTokenizer):
+    """The tokenizer and chat template of a GGUF file, as llama.cpp reads them."""
 
     fix = REWRITE
 
@@ -205,57 +190,63 @@ class _Gguf(_Folder):
         self._model.close()
 
 
-def _tongue(source: ModelSource) -> Tongue:
-    return _Gguf(source) if source.format == "gguf" else _Folder(source)
+def _open_tokenizer(source: ModelSource) -> ModelTokenizer:
+    return GgufTokenizer(source) if source.format == "gguf" else ModelTokenizer(source)
 
 
-def _passage(text: str, marks: Sequence[str]) -> str:
-    """The longest piece without special tokens: engines differ in whether these take the spaces around them."""
-    pieces = re.split("|".join(re.escape(mark) for mark in marks), text) if marks else [text]
+def _passage(text: str, special_tokens: Sequence[str]) -> str:
+    """Returns the longest piece without special tokens: engines disagree on the spaces around these."""
+    pieces = re.split("|".join(map(re.escape, special_tokens)), text) if special_tokens else [text]
     return max(pieces, key=len)
 
 
-def _tokens(first: Tongue, second: Tongue, texts: Sequence[str]) -> Check:
-    """The same text must give the same tokens, whatever stands at its ends."""
+def _first_difference(expected: Sequence[Any], actual: Sequence[Any]) -> int:
+    """Returns the first index at which two sequences differ; -1 if one is a prefix of the other."""
+    pairs = enumerate(zip(expected, actual, strict=False))
+    return next((index for index, pair in pairs if pair[0] != pair[1]), -1)
+
+
+def _tokens(theirs: ModelTokenizer, mine: ModelTokenizer, texts: Sequence[str]) -> Check:
+    """Checks that both models give the same tokens for the same text, without special tokens at its ends."""
     for text in texts:
-        want, found = first.encode(text, special=False), second.encode(text, special=False)
-        if want != found:
-            place = next((n for n, pair in enumerate(zip(want, found, strict=False)) if pair[0] != pair[1]), -1)
-            one, other = (ids[place] if len(ids) > max(place, 0) else None for ids in (want, found))
-            words = f"{text[:40]!r} becomes {len(found)} tokens, {len(want)} in the reference; first {other}, not {one}"
-            return Check("tokenizer", False, words, second.fix)
+        expected, actual = theirs.encode(text, special=False), mine.encode(text, special=False)
+        if expected != actual:
+            index = _first_difference(expected, actual)
+            right, wrong = (ids[index] if len(ids) > max(index, 0) else None for ids in (expected, actual))
+            counts = f"{text[:40]!r} becomes {len(actual)} tokens, {len(expected)} in the reference"
+            return Check("tokenizer", False, f"{counts}; first {wrong}, not {right}", mine.fix)
     return Check("tokenizer", True, f"{len(texts)} texts give the same tokens")
 
 
-def _ends(original: ModelSource, ours: ModelSource, first: Tongue, second: Tongue) -> Iterator[Check]:
-    """What is put before and after every text."""
+def _ends(original: ModelSource, ours: ModelSource, theirs: ModelTokenizer, mine: ModelTokenizer) -> Iterator[Check]:
+    """Checks the tokens that each model adds before and after a text."""
     settings = [_settings(source) for source in (original, ours)]
     for index, (name, edge) in enumerate((("bos", "begins"), ("eos", "ends"))):
-        want, found = (_around(tongue, PROBES[0])[index] for tongue in (first, second))
+        expected, actual = (_added_tokens(model, PROBES[0])[index] for model in (theirs, mine))
         flags = [setting.get(f"add_{name}_token") for setting in settings]
-        if want != found:
-            yield Check(name, False, _edges(edge, want, found), second.fix)
+        if expected != actual:
+            yield Check(name, False, _edges(edge, expected, actual), mine.fix)
         elif None not in flags and flags[0] != flags[1]:
             words = f"tokenizer_config.json has add_{name}_token {flags[1]}, in the reference it is {flags[0]}"
-            yield Check(name, False, words, second.fix)
+            yield Check(name, False, words, mine.fix)
         else:
-            yield Check(name, True, f"a text {edge} with {_spelled(want)} in both")
+            yield Check(name, True, f"a text {edge} with {_spelled(expected)} in both")
 
 
-def _around(tongue: Tongue, text: str) -> tuple[list[int], list[int]]:
-    """The tokens that are put before a text and after it."""
-    bare, full = tongue.encode(text, special=False), tongue.encode(text, special=True)
+def _added_tokens(model: ModelTokenizer, text: str) -> tuple[list[int], list[int]]:
+    """Returns the tokens that a model adds before a text and after it."""
+    bare, full = model.encode(text, special=False), model.encode(text, special=True)
     starts = range(len(full) - len(bare) + 1)
     place = next((start for start in starts if full[start : start + len(bare)] == bare), None)
-    if place is None:  # then both sides are compared as a whole
+    if place is None:  # special tokens changed the text's own tokens: the whole is compared
         return full, []
     return full[:place], full[place + len(bare) :]
 
 
-def _edges(edge: str, want: list[int], found: list[int]) -> str:
-    """A doubled token is the most common mistake, and is called so."""
-    doubled = ", which is doubled" if len(want) == 1 and found == want * 2 else ""
-    return f"a text {edge} with {_spelled(found)}{doubled}; in the reference with {_spelled(want)}"
+def _edges(edge: str, expected: list[int], actual: list[int]) -> str:
+    """Describes a difference; a doubled token is the most common mistake and is named."""
+    doubled = ", which is doubled" if len(expected) == 1 and actual == expected * 2 else ""
+    return f"a text {edge} with {_spelled(actual)}{doubled}; in the reference with {_spelled(expected)}"
 
 
 def _spelled(tokens: list[int]) -> str:
@@ -267,32 +258,33 @@ def _settings(source: ModelSource) -> dict[str, Any]:
     return json.loads(file.read_text()) if source.format == "safetensors" and file.is_file() else {}
 
 
-def _template(first: Tongue, second: Tongue) -> Check:
-    """The same conversation must become the same text; where none can be rendered, templates must be the same."""
-    want, found = first.template, second.template
-    if want is None:
+def _template(theirs: ModelTokenizer, mine: ModelTokenizer) -> Check:
+    """Checks that a conversation becomes the same text; if none can be rendered, that the templates are the same."""
+    expected, actual = theirs.template, mine.template
+    if expected is None:
         return Check("chat-template", True, "the reference has no chat template to compare")
-    if found is None:
-        return Check("chat-template", False, "the artefact has no chat template and the reference has one", second.fix)
+    if actual is None:
+        return Check("chat-template", False, "the artefact has no chat template and the reference has one", mine.fix)
     for talk in (TALK, TALK[1:], TALK[1:2]):
         try:
-            right = first.render(talk, want)
+            wanted = theirs.render(talk, expected)
         except Exception:  # a template refuses roles and orders with whatever error it likes
             continue
         try:
-            given = second.render(talk, found)
-        except CheckpointError:  # llama.cpp reads tokenizers that only it can
+            rendered = mine.render(talk, actual)
+        except CheckpointError:  # llama.cpp reads some tokenizers that transformers cannot
             break
         except Exception as error:
-            return Check("chat-template", False, f"the artefact's chat template fails: {str(error)[:80]}", second.fix)
-        return _rendered(right, given, second.fix)
-    return _rendered(want, found, second.fix)
+            return Check("chat-template", False, f"the artefact's chat template fails: {str(error)[:80]}", mine.fix)
+        return _same_text(wanted, rendered, mine.fix)
+    return _same_text(expected, actual, mine.fix)
 
 
-def _rendered(want: str, found: str, fix: str) -> Check:
-    if want == found:
+def _same_text(expected: str, actual: str, fix: str) -> Check:
+    if expected == actual:
         return Check("chat-template", True, "a conversation becomes the same text")
-    place = next((n for n, pair in enumerate(zip(want, found, strict=False)) if pair[0] != pair[1]), -1)
-    near = max(place - 10, 0)
-    words = f"a conversation becomes ...{found[near : near + 40]!r}, in the reference ...{want[near : near + 40]!r}"
+    near = max(_first_difference(expected, actual) - 10, 0)
+    words = (
+        f"a conversation becomes ...{actual[near : near + 40]!r}, in the reference ...{expected[near : near + 40]!r}"
+    )
     return Check("chat-template", False, words, fix)

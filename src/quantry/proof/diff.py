@@ -9,11 +9,10 @@ from typing import Any
 from quantry.blockwise.walk import Walk
 from quantry.errors import QuantryError
 from quantry.models.anatomy import dissect
-from quantry.proof import divergence
-from quantry.proof import tensor_errors as weights
-from quantry.proof.divergence import Compact, Observed
+from quantry.proof import divergence, tensor_errors
+from quantry.proof.divergence import Scores, TopK
 from quantry.proof.sources import ModelSource, open_source, tokenizer
-from quantry.proof.text import Window, default_text, read_text
+from quantry.proof.text import Window, load_text
 from quantry.proof.text import windows as cut
 from quantry.types import Difference, Progress
 
@@ -31,45 +30,48 @@ def diff(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Difference:
-    """Compares two artefacts (or an artefact and its original) decoded from their bytes; KL is of B against A."""
-    content, name = default_text() if text is None else read_text(Path(text).expanduser())
+    """Compares two artefacts, or an artefact and its original, both decoded from their bytes; KL is of B against A.
+
+    Raises QuantryError if the vocabularies differ in size or the text is too short for a window.
+    """
+    content, name = load_text(text)
     sources = open_source(a), open_source(b)
     _check_vocabularies(*sources)
-    ours, theirs = (tokenizer(source) for source in sources)
-    pieces = cut(content, ours, length, windows or None)
-    alike = pieces == cut(content, theirs, length, windows or None)
-    one, other = (
-        _walked(source, pieces, device, letter, progress) for source, letter in zip(sources, "AB", strict=True)
+    cuts, cuts_of_b = (cut(content, tokenizer(source), length, windows or None) for source in sources)
+    walk_a, walk_b = (
+        _finished_walk(source, cuts, device, letter, progress) for source, letter in zip(sources, "AB", strict=True)
     )
-    first, second = tee(_pairs(one, other, pieces))  # gone through side by side, so that one window is held at a time
-    found = divergence.summary((pair[0] for pair in first), (pair[1] for pair in second))
-    errors = sorted(weights.errors(*sources), key=lambda tensor: -tensor.error)
+    first, second = tee(_pairs(walk_a, walk_b, cuts))  # read in step, so that one window is in memory at a time
+    figures = divergence.summary((pair[0] for pair in first), (pair[1] for pair in second))
+    errors = sorted(tensor_errors.errors(*sources), key=lambda tensor: -tensor.error)
     return Difference(
-        a=_side(sources[0], found.reference_perplexity.value),
-        b=_side(sources[1], found.perplexity.value),
-        **{figure: getattr(found, figure).value for figure in FIGURES},
-        intervals={figure: (getattr(found, figure).low, getattr(found, figure).high) for figure in FIGURES},
-        text={"name": name, "windows": len(pieces), "length": length, "positions": found.positions},
+        a=_side(sources[0], figures.reference_perplexity.value),
+        b=_side(sources[1], figures.perplexity.value),
+        **figures.values(FIGURES),
+        intervals=figures.intervals(FIGURES),
+        text={"name": name, "windows": len(cuts), "length": length, "positions": figures.positions},
         tensors=tuple(asdict(tensor) for tensor in errors[:SHOWN] if tensor.error > 0),
-        notes=() if alike else ("the two tokenize the text differently; both were given the tokens of A",),
+        notes=() if cuts == cuts_of_b else ("the two tokenize the text differently; both were given the tokens of A",),
     )
 
 
-def _walked(source: ModelSource, pieces: Sequence[Window], device: str, letter: str, progress: Progress | None) -> Walk:
-    """A model that has gone through all its blocks."""
+def _finished_walk(
+    source: ModelSource, cuts: Sequence[Window], device: str, letter: str, progress: Progress | None
+) -> Walk:
+    """Runs the windows through all blocks of a model."""
     walk = Walk(source, device=device)
-    for block in walk.blocks([window.tokens for window in pieces]):
+    for block in walk.blocks([window.tokens for window in cuts]):
         if progress:
             progress(block.index, walk.count, f"{letter}: {block.name}")
     return walk
 
 
-def _pairs(one: Walk, other: Walk, pieces: Sequence[Window]) -> Iterator[tuple[Compact, Observed]]:
-    """What both say of each window."""
-    for (index, logits), (_, others) in zip(one.logits(), other.logits(), strict=True):
-        tokens, start = pieces[index].tokens, pieces[index].start
-        kept = divergence.compact(logits, tokens, start, logits.shape[1])
-        yield kept, divergence.observe(others, tokens, start, kept.ids)
+def _pairs(walk_a: Walk, walk_b: Walk, cuts: Sequence[Window]) -> Iterator[tuple[TopK, Scores]]:
+    """Yields the probabilities of both models, window by window."""
+    for (index, logits_a), (_, logits_b) in zip(walk_a.logits(), walk_b.logits(), strict=True):
+        tokens, start = cuts[index].tokens, cuts[index].start
+        reference = divergence.top_k(logits_a, tokens, start, logits_a.shape[1])
+        yield reference, divergence.scores_at(logits_b, tokens, start, reference.ids)
 
 
 def _check_vocabularies(a: ModelSource, b: ModelSource) -> None:

@@ -1,12 +1,12 @@
-"""How far an artefact's next-token probabilities lie from the reference's: pure numerics, summed in float64.
+"""How far an artefact's next-token probabilities are from the reference's: pure numerics, summed in float64.
 
-The reference keeps only its k most probable tokens at each position and the mass of all others as one event. Merging
-events can only lower a Kullback-Leibler divergence (the log-sum inequality), so what is found this way is a lower
-bound of the full one, and it grows with k. With k = vocabulary nothing is merged and it is the full one.
+The reference keeps its k most probable tokens at each position, and merges all others into one event, the tail.
+Merging events can only lower a Kullback-Leibler divergence (the log-sum inequality), so the result is a lower bound of
+the full divergence and grows with k. With k = vocabulary nothing is merged and the result is exact.
 
-Tokens of one window depend on each other, so intervals come from drawing whole windows. With few windows the plain
-percentiles of such draws are too narrow; they are moved outwards as far as Student's t lies outside the normal
-(Hesterberg, "What teachers should know about the bootstrap", 2015, section 3.3).
+Tokens of one window depend on each other, so the bootstrap draws whole windows. With few windows its plain percentiles
+are too narrow; they are widened by the ratio of Student's t to the normal distribution (Hesterberg, "What teachers
+should know about the bootstrap", 2015, section 3.3).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,30 +21,35 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quantry.errors import WeightError
+from quantry.proof.interval import Interval
 
 Array = NDArray[Any]
 
-CHUNK = 1 << 20  # logits worked on at a time: 8 MiB of float64
-LEAST_TAIL = 2.0**-23  # an artefact's tail is 1 minus float32 probabilities, and is not known more closely
+CHUNK = 1 << 20  # logits processed at a time: 8 MiB of float64
+LEAST_TAIL = 2.0**-23  # an artefact's tail is 1 minus float32 probabilities: this is its precision
 DRAWS = 2000
-ROUNDING = 1e-12  # nats a position: less than that is no divergence
-PIECES = 16  # of a single window, which stand in for windows
+ROUNDING = 1e-12  # nats per position: anything less is rounding
+PIECES = 16  # a single window is cut into so many, which the bootstrap draws instead of windows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Compact:
-    """The reference at the n scored positions of a window."""
+class TopK:
+    """The reference's k most probable tokens at the n scored positions of a window."""
 
-    ids: Array  # (n, k) int32, in no order; all tokens in their own order when k is the vocabulary
+    ids: Array  # (n, k) int32, in no order; in the order of the vocabulary when k is the whole vocabulary
     logp: Array  # (n, k) float32
     tail: Array  # (n,) float32, log of the mass of all other tokens; -inf when there are none
     next: Array  # (n,) float32, log-probability of the token that comes next
     top: Array  # (n,) int32, the most probable token
 
+    def first(self, count: int) -> "TopK":
+        """Returns the first `count` positions."""
+        return TopK(*(array[:count] for array in (self.ids, self.logp, self.tail, self.next, self.top)))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Observed:
-    """An artefact at the same positions."""
+class Scores:
+    """An artefact's log-probabilities at the same positions."""
 
     logq: Array  # (n, k) float32, at the reference's ids
     next: Array  # (n,) float32
@@ -52,17 +57,8 @@ class Observed:
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
-    """A value, and between what it lies with 95 % confidence."""
-
-    value: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, slots=True)
 class Divergence:
-    """What an artefact lost, in nats, shares and perplexities. Field names are the JSON names."""
+    """The figures of an artefact against its reference: nats, shares and perplexities. Field names are JSON names."""
 
     kl: Interval
     kl_median: Interval
@@ -74,47 +70,65 @@ class Divergence:
     positions: int
     windows: int
 
+    def values(self, names: Sequence[str]) -> dict[str, float]:
+        """Returns the values of some figures by name."""
+        return {name: getattr(self, name).value for name in names}
 
-def compact(logits: Tensor, tokens: Sequence[int], start: int, k: int) -> Compact:
-    """The reference of one window, from its (tokens, vocabulary) logits."""
+    def intervals(self, names: Sequence[str]) -> dict[str, tuple[float, float]]:
+        """Returns the 95 % bounds of some figures by name."""
+        return {name: (getattr(self, name).low, getattr(self, name).high) for name in names}
+
+
+def top_k(logits: Tensor, tokens: Sequence[int], start: int, k: int) -> TopK:
+    """Returns the reference of one window, from its (tokens, vocabulary) logits.
+
+    Raises WeightError if a logit is not finite.
+    """
     rows, targets = _scored(logits, tokens, start)
-    parts = [_compact(part, target, k) for part, target in _chunks(rows, targets)]
+    parts = [_top_k(part, target, k) for part, target in _chunks(rows, targets)]
     ids = all_ids(len(rows), rows.shape[1]) if k >= rows.shape[1] else _joined([part[0] for part in parts])
-    return Compact(ids, *(_joined(list(column)) for column in list(zip(*parts, strict=True))[1:]))
+    return TopK(ids, *(_joined(list(column)) for column in list(zip(*parts, strict=True))[1:]))
 
 
-def observe(logits: Tensor, tokens: Sequence[int], start: int, ids: Array) -> Observed:
-    """An artefact at the reference's ids, from its (tokens, vocabulary) logits."""
+def scores_at(logits: Tensor, tokens: Sequence[int], start: int, ids: Array) -> Scores:
+    """Returns an artefact's log-probabilities of the reference's `ids`, from its (tokens, vocabulary) logits.
+
+    Raises WeightError if a logit is not finite.
+    """
     rows, targets = _scored(logits, tokens, start)
-    places = torch.from_numpy(ids.astype(np.int64)) if ids.strides[0] else None  # None: all, in their own order
+    places = None if is_whole(ids) else torch.from_numpy(ids.astype(np.int64))
     columns = []
     done = 0
     for part, target in _chunks(rows, targets):
-        scores = _log_probabilities(part)
-        logq = scores if places is None else scores.gather(1, places[done : done + len(part)].to(scores.device))
-        columns.append((logq.float(), _at(scores, target).float(), part.argmax(1).int()))
+        every = _log_probabilities(part)
+        logq = every if places is None else every.gather(1, places[done : done + len(part)].to(every.device))
+        columns.append((logq.float(), _at(every, target).float(), part.argmax(1).int()))
         done += len(part)
-    return Observed(*(_joined(list(column)) for column in zip(*columns, strict=True)))
+    return Scores(*(_joined(list(column)) for column in zip(*columns, strict=True)))
 
 
-def kl(reference: Compact, observed: Observed) -> Array:
-    """The divergence at each position in nats, the tokens that were not kept as one event."""
-    if not np.isfinite(observed.logq).all():
+def kl(reference: TopK, scores: Scores) -> Array:
+    """Returns the divergence at each position in nats, with the tokens outside the top k as one event.
+
+    Raises WeightError if a log-probability of the artefact is not finite.
+    """
+    if not np.isfinite(scores.logq).all():
         raise WeightError(
-            "the artefact's log-probabilities are not finite", fix="its weights or its engine overflow: make it again"
+            "the artefact's log-probabilities are not finite",
+            fix="its weights or its engine overflow: quantize the model again",
         )
     result = np.empty(len(reference.tail))
     step = max(1, CHUNK // max(1, reference.logp.shape[1]))
     for begin in range(0, len(result), step):
         part = slice(begin, begin + step)
-        logp, logq = reference.logp[part].astype(np.float64), observed.logq[part].astype(np.float64)
+        logp, logq = reference.logp[part].astype(np.float64), scores.logq[part].astype(np.float64)
         result[part] = (np.exp(logp) * (logp - logq)).sum(1)
         result[part] += _tail_term(reference.tail[part].astype(np.float64), np.exp(logq).sum(1))
     return result
 
 
 def full_kl(p_logits: Tensor, q_logits: Tensor) -> Array:
-    """The divergence of each row with nothing left out."""
+    """Returns the exact divergence of each row, over the whole vocabulary."""
     parts = []
     for p_part, q_part in _chunks(p_logits, q_logits):
         logp, logq = _log_probabilities(p_part), _log_probabilities(q_part.to(p_part.device))
@@ -123,8 +137,8 @@ def full_kl(p_logits: Tensor, q_logits: Tensor) -> Array:
 
 
 def recovered(p_logits: Tensor, q_logits: Tensor, sizes: Sequence[int]) -> list[float]:
-    """For each k, the share of the mean full divergence that k tokens and a tail find; 1 where there is none."""
-    full, found = 0.0, np.zeros(len(sizes))
+    """Returns, for each k, the share of the exact mean divergence that k tokens and a tail show; 1 if it is zero."""
+    full, shown = 0.0, np.zeros(len(sizes))
     for p_part, q_part in _chunks(p_logits, q_logits):
         logp, order = _log_probabilities(p_part).sort(1, descending=True)
         logq = _log_probabilities(q_part.to(p_part.device)).gather(1, order)
@@ -135,26 +149,29 @@ def recovered(p_logits: Tensor, q_logits: Tensor, sizes: Sequence[int]) -> list[
         for number, size in enumerate(sizes):
             last = min(size, terms.shape[1]) - 1
             rest = 1 - kept_p[:, last] if size < terms.shape[1] else np.zeros(len(terms))
-            found[number] += (terms[:, last] + _tail_term(_log(rest), kept_q[:, last])).sum()
-    return [1.0 if full <= ROUNDING * len(p_logits) else float(share) for share in found / (full or 1)]
+            shown[number] += (terms[:, last] + _tail_term(_log(rest), kept_q[:, last])).sum()
+    return [1.0 if full <= ROUNDING * len(p_logits) else float(share) for share in shown / (full or 1)]
 
 
 def all_ids(positions: int, vocabulary: int) -> Array:
-    """Every token at every position, in the memory of one row."""
+    """Returns every token at every position, in the memory of one row."""
     return np.broadcast_to(np.arange(vocabulary, dtype=np.int32), (positions, vocabulary))
 
 
-def summary(
-    reference: Iterable[Compact], observed: Iterable[Observed], *, draws: int = DRAWS, seed: int = 0
-) -> Divergence:
-    """All windows together; both are gone through once, one window at a time."""
-    units = [_unit(compact, seen) for compact, seen in zip(reference, observed, strict=True)]
+def is_whole(ids: Array) -> bool:
+    """Returns True for the result of `all_ids`: one row that stands for all positions."""
+    return not ids.strides[0]
+
+
+def summary(reference: Iterable[TopK], scores: Iterable[Scores], *, draws: int = DRAWS, seed: int = 0) -> Divergence:
+    """Returns the figures of all windows together; reads both iterables once, one window at a time."""
+    units = [_unit(kept, observed) for kept, observed in zip(reference, scores, strict=True)]
     windows = len(units)
     if windows == 1:
         units = [dict(zip(units[0], piece, strict=True)) for piece in _pieces(list(units[0].values()))]
     sizes = np.array([len(unit["kl"]) for unit in units])
     counts = np.random.default_rng(seed).multinomial(len(units), np.full(len(units), 1 / len(units)), size=draws)
-    counts = np.vstack([np.ones_like(counts[:1]), counts])  # the first row is what was measured
+    counts = np.vstack([np.ones_like(counts[:1]), counts])  # row 0 is the measurement itself
     means = {name: counts @ [unit[name].sum() for unit in units] / (counts @ sizes) for name in units[0]}
     median, p99 = _quantiles([unit["kl"] for unit in units], counts, (0.5, 0.99))
     level = _outer_level(len(units))
@@ -171,20 +188,20 @@ def summary(
     )
 
 
-def _compact(part: Tensor, target: Tensor, k: int) -> tuple[Tensor, ...]:
-    """The fields of a `Compact`, for some rows."""
-    scores = _log_probabilities(part)
+def _top_k(part: Tensor, target: Tensor, k: int) -> tuple[Tensor, ...]:
+    """Returns the fields of a `TopK` for some rows."""
+    every = _log_probabilities(part)
     if k >= part.shape[1]:
-        ids, logp, tail = target, scores, scores.new_full((len(part),), -torch.inf)
+        ids, logp, tail = target, every, every.new_full((len(part),), -torch.inf)
     else:
         ids = part.topk(k, dim=1, sorted=False).indices
-        logp = scores.gather(1, ids)
+        logp = every.gather(1, ids)
         tail = (1 - logp.exp().sum(1)).clamp_min(0).log()
-    return ids.int(), logp.float(), tail.float(), _at(scores, target).float(), part.argmax(1).int()
+    return ids.int(), logp.float(), tail.float(), _at(every, target).float(), part.argmax(1).int()
 
 
 def _scored(logits: Tensor, tokens: Sequence[int], start: int) -> tuple[Tensor, Tensor]:
-    """The rows of logits that predict scored tokens, and those tokens."""
+    """Returns the rows of logits that predict scored tokens, and those tokens."""
     if len(logits) != len(tokens) or not 0 < start < len(tokens):
         raise ValueError(f"{len(logits)} rows of logits for {len(tokens)} tokens scored from {start}")
     return logits[start - 1 : -1], torch.tensor(tokens[start:], device=logits.device)
@@ -197,12 +214,12 @@ def _chunks(rows: Tensor, others: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _log_probabilities(rows: Tensor) -> Tensor:
     if not rows.isfinite().all():
-        raise WeightError("logits are not finite", fix="the model overflows: check its weights, or make it again")
+        raise WeightError("logits are not finite", fix="the model overflows: check its weights, or quantize it again")
     return rows.double().log_softmax(1)
 
 
-def _at(scores: Tensor, target: Tensor) -> Tensor:
-    return scores.gather(1, target[:, None])[:, 0]
+def _at(rows: Tensor, target: Tensor) -> Tensor:
+    return rows.gather(1, target[:, None])[:, 0]
 
 
 def _joined(parts: Sequence[Tensor]) -> Array:
@@ -211,55 +228,55 @@ def _joined(parts: Sequence[Tensor]) -> Array:
 
 
 def _tail_term(log_tail: Array, kept: Array) -> Array:
-    """What the tokens that were not kept add; `kept` is the mass that the artefact gives to those that were."""
+    """Returns the divergence of the tail; `kept` is the artefact's mass on the tokens outside the tail."""
     mass = np.exp(log_tail)
     term: Array = mass * (np.where(mass > 0, log_tail, 0) - _log(np.maximum(1 - kept, LEAST_TAIL)))
     return term
 
 
 def _log(mass: Array) -> Array:
-    """The logarithm of a mass, which rounding may have made less than none."""
+    """Returns the logarithm of a mass, which rounding may have made negative."""
     with np.errstate(divide="ignore"):
         logarithm: Array = np.log(np.maximum(mass, 0))
     return logarithm
 
 
-def _unit(reference: Compact, observed: Observed) -> dict[str, Array]:
-    """What is averaged, position by position, of one window."""
+def _unit(reference: TopK, scores: Scores) -> dict[str, Array]:
+    """Returns the quantities that are averaged over the positions of one window."""
     return {
-        "kl": kl(reference, observed),
-        "same": (reference.top == observed.top).astype(np.float64),
-        "next": observed.next.astype(np.float64),
+        "kl": kl(reference, scores),
+        "same": (reference.top == scores.top).astype(np.float64),
+        "next": scores.next.astype(np.float64),
         "reference_next": reference.next.astype(np.float64),
     }
 
 
 def _pieces(columns: list[Array]) -> Iterator[tuple[Array, ...]]:
-    """A single window in pieces, neighbours together."""
+    """Cuts the columns of a single window into runs of neighbouring positions."""
     return zip(*(np.array_split(column, min(PIECES, len(column))) for column in columns), strict=True)
 
 
 def _quantiles(values: Sequence[Array], counts: Array, shares: Sequence[float]) -> Array:
-    """For each share and each row of counts, the smallest value that so many lie at or below."""
+    """Returns, for each share and each row of counts, the smallest value with that share of values at or below it."""
     pooled = np.concatenate(values)
     owner = np.repeat(np.arange(len(values)), [len(part) for part in values])
     order = np.argsort(pooled, kind="stable")
-    pooled, owner = pooled[order], owner[order]
+    ascending, owners = pooled[order], owner[order]
     result = np.empty((len(shares), len(counts)))
     for row, count in enumerate(counts):
-        reached = np.cumsum(count[owner])
-        result[:, row] = [pooled[np.searchsorted(reached, ceil(share * reached[-1] - 1e-9))] for share in shares]
+        reached = np.cumsum(count[owners])
+        result[:, row] = [ascending[np.searchsorted(reached, ceil(share * reached[-1] - 1e-9))] for share in shares]
     return result
 
 
 def _interval(draws: Array, level: float) -> Interval:
-    """The first of the draws is the value; the others tell how far it may be off."""
+    """Returns the first draw, which is the measured value, with the bounds that the other draws give."""
     low, high = np.quantile(draws[1:], (level, 1 - level))
     return Interval(float(draws[0]), float(min(low, draws[0])), float(max(high, draws[0])))
 
 
 def _outer_level(units: int) -> float:
-    """The share of draws to leave out at either end for 95 %, of a sample of so few."""
+    """Returns the share of draws to leave out at either end for a 95 % interval of so few units."""
     z, freedom = NormalDist().inv_cdf(0.975), max(1, units - 1)
     t = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)  # Cornish and Fisher
     return NormalDist().cdf(-sqrt((freedom + 1) / freedom) * t)

@@ -1,35 +1,24 @@
-"""The gate: measured numbers against the limits of gates.toml. Plain numbers in, findings out; no model is needed.
+"""The gate: compares measured numbers with the limits of gates.toml. Plain numbers in, findings out; no model needed.
 
-A limit is held against the measured value itself. Where the confidence interval reaches over the limit the finding says
-so: the verdict stands, but more text could turn it.
+The measured value itself decides. Where its confidence interval straddles the limit the finding says so: the verdict
+stands, but more text could change it.
 """
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
 from math import isfinite
-from typing import Any, Protocol
+from typing import Any, Literal
 
 from quantry.errors import QuantryError, UnknownNameError
+from quantry.proof.interval import Interval
 from quantry.registry import suggest
 
 SERVED = "served."
 ENGINE = "served_gap"
-PASS, FAIL = "pass", "fail"
-
-
-class Interval(Protocol):
-    """A measured number with its confidence interval."""
-
-    @property
-    def value(self) -> float: ...
-    @property
-    def low(self) -> float: ...
-    @property
-    def high(self) -> float: ...
 
 
 Number = float | Interval
@@ -37,14 +26,14 @@ Number = float | Interval
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One number held against one limit. Field names are the JSON names."""
+    """One number compared with one limit. Field names are the JSON names."""
 
     name: str  # of the measure
-    rule: str  # whose limit it is: a use, a class of presets, the engine
+    rule: str  # the source of the limit: a use, a class of presets, the engine
     value: float
     limit: float
     ok: bool
-    warning: bool  # it does not fail the gate
+    warning: bool  # a failed limit that does not fail the gate
     straddles: bool  # the confidence interval lies on both sides of the limit
     words: str
     fix: str
@@ -64,37 +53,37 @@ class _Limit:
 
 
 def judge(measured: Mapping[str, Number], use: str, preset: str | None) -> tuple[Finding, ...]:
-    """Holds what was measured against the limits of a use and of a preset, if it is one that is known.
+    """Compares measured numbers with the limits of a use, and with those of a preset that gates.toml knows.
 
-    Names are those of `measures` in gates.toml, and the same with `served.` before them for the numbers of an engine;
-    other numbers are passed over. `noise_floor` is what the 16-bit model itself loses in another arithmetic, and is
-    allowed on top of every limit of KL.
+    Names are those of `measures` in gates.toml, prefixed with `served.` for the numbers of an engine; other numbers are
+    ignored. `noise_floor` is what the 16-bit model itself loses in 16-bit arithmetic; it is added to every KL limit.
+    Raises UnknownNameError for an unknown use, and QuantryError if a number is missing or not finite.
     """
     row = _use(use)
     _check(measured, tuple(row["limits"]), use)
     noise = _value(measured.get("noise_floor", 0.0))
-    found = [
+    findings = [
         _finding(name, number, limit, noise)
         for name, number in measured.items()
         for limit in _limits(name.removeprefix(SERVED), use, preset)
     ]
     if "kl" in measured and f"{SERVED}kl" in measured:
-        found.append(_engine(_value(measured["kl"]), _value(measured[f"{SERVED}kl"]), noise))
-    return tuple(found)
+        findings.append(_engine(_value(measured["kl"]), _value(measured[f"{SERVED}kl"]), noise))
+    return tuple(findings)
 
 
-def verdict(findings: Sequence[Finding]) -> str:
-    """`pass` or `fail`."""
-    return PASS if all(finding.ok or finding.warning for finding in findings) else FAIL
+def verdict(findings: Iterable[Mapping[str, Any]]) -> Literal["pass", "fail"]:
+    """Returns `pass`, or `fail` if a finding (as JSON) is neither ok nor only a warning."""
+    return "pass" if all(finding["ok"] or finding["warning"] for finding in findings) else "fail"
 
 
 def uses() -> dict[str, str]:
-    """The gates to choose from, and what each is for."""
+    """Returns the available gates, and what each is for."""
     return {name: row["about"] for name, row in _table()["uses"].items()}
 
 
 def check_use(name: str) -> None:
-    """Refuses a gate that there is not."""
+    """Raises UnknownNameError if there is no gate of this name."""
     _use(name)
 
 
@@ -112,7 +101,7 @@ def _use(name: str) -> dict[str, Any]:
 
 
 def _check(measured: Mapping[str, Number], wanted: Sequence[str], use: str) -> None:
-    """A gate that nothing was held against must not pass, nor one with numbers that are none."""
+    """Raises QuantryError if a number is not finite, or if a limit of the use has no number."""
     odd = next((name for name, number in measured.items() if not all(map(isfinite, _bounds(number)))), None)
     if odd is not None:
         raise QuantryError(
@@ -163,7 +152,7 @@ def _finding(name: str, number: Number, limit: _Limit, noise: float) -> Finding:
 
 
 def _engine(decoded: float, served: float, noise: float) -> Finding:
-    """The engine against the bytes: it must lose neither more nor less than they do."""
+    """Compares the engine with the bytes that it loaded: it must lose neither more nor less than they do."""
     row = _table()["served"]
     bar = row["share"] * decoded + row["plus"]
     return _finding(ENGINE, abs(served - decoded), _Limit("engine", bar + noise, row["fix"], row["source"]), noise)

@@ -1,4 +1,4 @@
-"""Both models on the same windows: the reference from its cache, the artefact from its bytes and in its engine."""
+"""The artefact on the reference's windows: decoded from its bytes, and in the engine that serves it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 
 from quantry.blockwise import walk
 from quantry.proof import divergence, served
-from quantry.proof.divergence import Array, Compact, Divergence, Observed
+from quantry.proof.divergence import Array, Divergence, Scores, TopK
 from quantry.proof.reference import Reference, shortfall
 from quantry.proof.served import Served
 from quantry.proof.sources import ModelSource
@@ -18,15 +18,15 @@ from quantry.types import Progress
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decoded:
-    """An artefact run from its bytes, on all windows of a reference."""
+    """The scores of an artefact that was run from its bytes, on all windows of a reference."""
 
-    observed: list[Observed]
-    shortfall: float  # the share of its divergence that the reference's tokens miss
+    scores: list[Scores]
+    shortfall: float  # the share of its divergence that lies outside the reference's top k
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """How far an engine is from the bytes it was given."""
+    """How far an engine is from the bytes that it loaded."""
 
     kl: float  # mean, of the engine against the decoded artefact
     top1: float  # share of positions with the same likeliest token
@@ -35,16 +35,15 @@ class Gap:
 def decode(
     artefact: ModelSource, reference: Reference, *, device: str = "cpu", progress: Progress | None = None
 ) -> Decoded:
-    """Runs an artefact in float32 on the windows of a reference, inputs quantized where its scheme has it."""
+    """Runs an artefact in float32 on the windows of a reference, with quantized inputs where its scheme has them."""
     tokens = [window.tokens for window in reference.windows]
-    observed: list[Observed] = []
-    sample, rows = reference.sample, list[torch.Tensor]()
+    sample = reference.sample
+    scores, rows = list[Scores](), list[torch.Tensor]()
     for index, logits in walk.run(artefact, tokens, device=device, progress=progress):
         window = reference.windows[index]
-        observed.append(divergence.observe(logits, window.tokens, window.start, reference.compact(index).ids))
+        scores.append(divergence.scores_at(logits, window.tokens, window.start, reference.top_k(index).ids))
         rows.append(sample.pick(index, logits, window.start))
-    lacking = shortfall(reference, torch.cat(rows)) if len(sample.rows) else 0.0
-    return Decoded(observed, lacking)
+    return Decoded(scores, shortfall(reference, torch.cat(rows)) if len(sample.rows) else 0.0)
 
 
 def serve(
@@ -56,29 +55,28 @@ def serve(
     progress: Progress | None = None,
 ) -> Served:
     """Runs an artefact in its engine on the windows of a reference."""
-    ids = [reference.compact(index).ids for index in range(len(reference.windows))]
+    ids = [reference.top_k(index).ids for index in range(len(reference.windows))]
     return served.engine(engine).score(artefact.path, reference.windows, ids, python=python, progress=progress)
 
 
-def summarize(reference: Reference, observed: Sequence[Observed], chosen: range) -> Divergence:
-    """The windows of a range taken together."""
-    compacts = (reference.compact(index) for index in chosen)
-    return divergence.summary(compacts, (observed[index] for index in chosen))
+def summarize(reference: Reference, scores: Sequence[Scores], windows: range) -> Divergence:
+    """Returns the figures of a range of windows."""
+    return divergence.summary(map(reference.top_k, windows), (scores[index] for index in windows))
 
 
-def gap(reference: Reference, decoded: Sequence[Observed], engine: Sequence[Observed], chosen: range) -> Gap:
-    """The engine's probabilities against those of the decoded bytes, on the reference's tokens and the rest as one."""
-    apart, same = list[Array](), list[Array]()
-    for index in chosen:
-        ours = decoded[index]
-        apart.append(divergence.kl(_as_reference(ours, reference.compact(index).ids), engine[index]))
-        same.append(ours.top == engine[index].top)
-    return Gap(max(0.0, float(np.concatenate(apart).mean())), float(np.concatenate(same).mean()))
+def gap(reference: Reference, decoded: Sequence[Scores], engine: Sequence[Scores], windows: range) -> Gap:
+    """Compares the engine's probabilities with those of the decoded bytes, on the reference's top k and its tail."""
+    divergences, same = list[Array](), list[Array]()
+    for index in windows:
+        as_reference = _as_reference(decoded[index], reference.top_k(index).ids)
+        divergences.append(divergence.kl(as_reference, engine[index]))
+        same.append(decoded[index].top == engine[index].top)
+    return Gap(max(0.0, float(np.concatenate(divergences).mean())), float(np.concatenate(same).mean()))
 
 
-def _as_reference(seen: Observed, ids: Array) -> Compact:
-    """What was observed, as something to hold another against."""
-    rest = 1 - np.exp(seen.logq.astype(np.float64)).sum(1)
+def _as_reference(scores: Scores, ids: Array) -> TopK:
+    """Returns an artefact's scores as a reference for another model."""
+    rest = 1 - np.exp(scores.logq.astype(np.float64)).sum(1)
     with np.errstate(divide="ignore"):
-        tail = np.log(np.maximum(rest, 0)) if ids.strides[0] else np.full(len(rest), -np.inf)
-    return Compact(ids, seen.logq, tail.astype(np.float32), seen.next, seen.top)
+        tail = np.full(len(rest), -np.inf) if divergence.is_whole(ids) else np.log(np.maximum(rest, 0))
+    return TopK(ids, scores.logq, tail.astype(np.float32), scores.next, scores.top)

@@ -18,7 +18,7 @@ from quantry.proof.sources import ModelSource, tokenizer
 from quantry.proof.tasks import harness, prompts
 from quantry.proof.tasks.answers import CONTEXT, Answers, LlamaAnswers, TorchAnswers
 from quantry.proof.tasks.harness import TaskResult
-from quantry.proof.tasks.judge import Endpoint, judge
+from quantry.proof.tasks.judge import JudgeEndpoint, judge
 from quantry.proof.tasks.prompts import MAX_TOKENS, Prompt
 from quantry.proof.text import Window
 from quantry.types import Progress
@@ -32,7 +32,7 @@ class Questions:
     tasks: tuple[str, ...] = ()
     limit: int | None = None  # questions of each task
     max_tokens: int = MAX_TOKENS
-    judge: Endpoint | None = None
+    judge: JudgeEndpoint | None = None
 
     def __bool__(self) -> bool:
         return bool(self.prompts or self.tasks)
@@ -48,7 +48,7 @@ class Answered:
 
 
 def questions(
-    file: Path | None, tasks: str | None, limit: int | None, max_tokens: int, endpoint: Endpoint | None
+    file: Path | None, tasks: str | None, limit: int | None, max_tokens: int, endpoint: JudgeEndpoint | None
 ) -> Questions:
     """The questions that the options describe, read before anything is run."""
     if endpoint and not file:

@@ -1,14 +1,14 @@
-"""What the 16-bit model says of the text: run once in float32, kept compactly, taken from a cache the next time.
+"""The probabilities of the 16-bit model on the text: computed once in float32, cached in compact form.
 
-Kept are the k most probable tokens of each position. How large k must be differs from model to model, so it is
+The cache keeps the k most probable tokens of each position. The k that is needed differs from model to model, so it is
 measured: the same model with its linear weights rounded to 4 bits stands in for an artefact, and k is the smallest
-power of two that finds 99 % of its divergence on a sample of positions. The full rows of the sample are kept too, so
-that every artefact's own shortfall can be told. The noise floor is what 16-bit arithmetic alone does to the reference:
-a divergence below it says nothing about quantization. Both are measured on the beginnings of a few windows, to cost
-little beside the run.
+power of two that shows 99 % of its divergence on a sample of positions. The full rows of the sample are kept too, so
+that the shortfall of every artefact can be computed. The noise floor is the divergence that 16-bit arithmetic alone
+causes: anything below it says nothing about quantization. Both are measured on the first tokens of a few windows, so
+they add little to the cost of the run.
 
-The cache is a folder for each fingerprint; its note is written last and holds checksums, so what is damaged or only
-half there is made anew.
+Every fingerprint has a folder in the cache. Its note is written last and holds checksums, so a damaged or incomplete
+entry is recognized and computed again.
 """
 
 import fcntl
@@ -37,23 +37,23 @@ from quantry.models.parts import part_of
 from quantry.models.writer import Entry, ShardWriter, safetensors_header, write_atomically
 from quantry.numerics.grids import dequantize
 from quantry.proof import divergence
-from quantry.proof.divergence import Array, Compact, all_ids, full_kl, kl, observe
+from quantry.proof.divergence import Array, TopK, all_ids, full_kl, kl, scores_at
 from quantry.proof.sources import ModelSource, open_source
 from quantry.proof.text import Window
 from quantry.storage import VARIABLE, home
 from quantry.types import Activation, Grid, Progress
 
 NOTED = ("vocabulary", "k", "recovered", "noise", "notes", "seconds")
-LAYOUT = 1  # of the files below; counted up when what they hold or how it is measured changes
+LAYOUT = 1  # version of the files below; increase it when their content or the measurement changes
 DATA, NOTE, LOCK = "reference.safetensors", "reference.json", "lock"
 
-KEPT_WHOLE = 8192  # vocabularies up to this size are kept whole
+KEPT_WHOLE = 8192  # for vocabularies up to this size k is the whole vocabulary
 SMALLEST_K = 64
-SHARE = 0.99  # of the full divergence that the compact one must find
+SHARE = 0.99  # of the exact divergence that the top k must show
 SAMPLE_BYTES = 64 << 20
-PROBES = 4  # windows, spread over all
-PROBE_TOKENS = 256  # of each, for the choice of k
-NOISE_TOKENS = 64  # of each; float16 takes ten times as long as float32 on a CPU that cannot multiply it
+PROBES = 4  # windows that k and the noise floor are measured on, spread over all
+PROBE_TOKENS = 256  # of each probe, for the choice of k
+NOISE_TOKENS = 64  # of each probe; float16 takes ten times as long as float32 on a CPU that cannot multiply it
 STAND_IN = Grid("int", 4, (1, 64))
 NOISE_TYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 BATCH, OTHER_BATCH = 4, 1
@@ -64,30 +64,30 @@ HEAD_BYTES, SAMPLES, PIECE = 1 << 20, 64, 4096  # of a weight file, for the fing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sample:
-    """Some positions with the log-probabilities of all tokens, ordered by window and row."""
+class PositionSample:
+    """Some positions with the log-probabilities of the whole vocabulary, ordered by window and row."""
 
     windows: Array  # (m,) int32
-    rows: Array  # (m,) int32, among the scored positions of the window
+    rows: Array  # (m,) int32, counted over the scored positions of the window
     logp: Array  # (m, vocabulary) float32
 
     def pick(self, window: int, logits: Tensor, start: int) -> Tensor:
-        """The rows of a window's (tokens, vocabulary) logits that are in the sample."""
+        """Returns the rows of a window's (tokens, vocabulary) logits that are in the sample."""
         rows = self.rows[self.windows == window].astype(np.int64)
         return logits[torch.from_numpy(rows + start - 1).to(logits.device)].cpu()
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A 16-bit model on some windows. What it says of each is read from the cache when it is asked for."""
+    """A 16-bit model on some windows. The probabilities of a window are read from the cache on demand."""
 
     windows: tuple[Window, ...]
     vocabulary: int
     k: int
-    recovered: float | None  # share of the stand-in's divergence that k tokens find; None where it was not measured
-    noise: Mapping[str, float]  # type -> mean divergence of its arithmetic, in nats
+    recovered: float | None  # share of the stand-in's divergence that the top k show; None if it was not measured
+    noise: Mapping[str, float]  # dtype -> mean divergence of its arithmetic, in nats
     notes: tuple[str, ...]
-    seconds: float  # that it took to make
+    seconds: float  # that the computation took
     folder: Path
 
     @property
@@ -99,21 +99,17 @@ class Reference:
         return (self.folder / DATA).stat().st_size
 
     @property
-    def sample(self) -> Sample:
+    def sample(self) -> PositionSample:
         with safe_open(self.folder / DATA, "numpy") as file:
-            return Sample(*(file.get_tensor(f"sample.{name}") for name in ("windows", "rows", "logp")))
+            return PositionSample(*(file.get_tensor(f"sample.{name}") for name in ("windows", "rows", "logp")))
 
-    def compact(self, index: int) -> Compact:
-        """What is kept of a window."""
+    def top_k(self, index: int) -> TopK:
+        """Reads the top k of a window."""
         with safe_open(self.folder / DATA, "numpy") as file:
             values = [file.get_tensor(f"{index}.{name}") for name in ("logp", "tail", "next", "top")]
             if self.k < self.vocabulary:
-                return Compact(file.get_tensor(f"{index}.ids").astype(np.int32), *values)
-        return Compact(all_ids(len(values[0]), self.vocabulary), *values)
-
-    def compacts(self) -> Iterator[Compact]:
-        """All windows in their order, one at a time."""
-        return map(self.compact, range(len(self.windows)))
+                return TopK(file.get_tensor(f"{index}.ids").astype(np.int32), *values)
+        return TopK(all_ids(len(values[0]), self.vocabulary), *values)
 
 
 def reference(
@@ -125,38 +121,40 @@ def reference(
     cache: Path | None = None,
     progress: Progress | None = None,
 ) -> Reference:
-    """The reference of a model on some windows, from the cache (None: the user's) or made and put there."""
+    """Returns the reference of a model on some windows from the cache (None: the user's), or computes and stores it.
+
+    Raises QuantryError if there is no window or `k` is below 1, and OutputError if the cache cannot be written.
+    """
     if not windows or (k is not None and k < 1):
-        raise QuantryError(f"{len(windows)} windows with k = {k} are nothing to measure on", fix="ask for at least 1")
+        raise QuantryError(f"{len(windows)} windows with k = {k} leave nothing to measure", fix="ask for at least 1")
     source = model if isinstance(model, ModelSource) else open_source(model)
-    name = fingerprint(source, windows, k)
-    folder = (cache or cache_folder()) / name
+    folder = (cache or cache_folder()) / fingerprint(source, windows, k)
     with _locked(folder):
-        found = _load(folder, windows)
-        if found is None:
-            _clear(folder)  # what is damaged, or was left by a run that was killed
-            try:
-                found = _Making(source, tuple(windows), k, device, folder, progress).make()
-            except BaseException:
-                _clear(folder)
-                raise
-    return found
+        cached = _load(folder, windows)
+        if cached is not None:
+            return cached
+        _clear(folder)  # a damaged entry, or one that a killed run left
+        try:
+            return _Builder(source, tuple(windows), k, device, folder, progress).build()
+        except BaseException:
+            _clear(folder)
+            raise
 
 
 def shortfall(reference: Reference, rows: Tensor) -> float:
-    """The share of an artefact's divergence that k tokens miss, from its logits at the positions of the sample."""
+    """Returns the share of an artefact's divergence outside the top k, from its logits at the sampled positions."""
     if reference.k >= reference.vocabulary:
         return 0.0
     return 1 - divergence.recovered(torch.from_numpy(reference.sample.logp), rows, [reference.k])[0]
 
 
 def cache_folder() -> Path:
-    """Where references are kept: in `~/.cache/quantry`, or where the environment says."""
+    """Returns the folder of the cache, in `~/.cache/quantry` or in the folder that QUANTRY_CACHE names."""
     return home() / "references"
 
 
 def fingerprint(source: ModelSource, windows: Sequence[Window], k: int | None) -> str:
-    """A name that changes with all that a reference depends on: weights, tokenizer, text, the choice of k, version."""
+    """Returns a hash of everything a reference depends on: weights, tokenizer, windows, the choice of k, version."""
     digest = hashlib.sha256(
         json.dumps(
             [__version__, LAYOUT, k or [SHARE, SAMPLE_BYTES, PROBES, PROBE_TOKENS], [PROBES, NOISE_TOKENS]]
@@ -174,7 +172,7 @@ def fingerprint(source: ModelSource, windows: Sequence[Window], k: int | None) -
 
 
 def _identity(file: Path) -> bytes:
-    """What tells a file of weights from another without reading it all."""
+    """Hashes the name, size, time, header and some samples of a weight file, without reading all of it."""
     stat = file.stat()
     digest = hashlib.sha256(f"{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
     with file.open("rb") as data:
@@ -186,7 +184,7 @@ def _identity(file: Path) -> bytes:
 
 
 class StandIn:
-    """A model with the linear weights of its blocks rounded to 4 bits: some artefact, to choose k by."""
+    """A model with the linear weights of its blocks rounded to 4 bits: it stands for an artefact to choose k."""
 
     activations: Mapping[str, Activation] = {}
 
@@ -203,8 +201,8 @@ class StandIn:
         return dequantize(nearest.round_weight(matrix, STAND_IN, absmax.fit(matrix, STAND_IN))).reshape(weight.shape)
 
 
-class _Making:
-    """One run of the reference, from the model to the cache."""
+class _Builder:
+    """Computes a reference and writes it into its folder of the cache."""
 
     def __init__(
         self,
@@ -220,27 +218,27 @@ class _Making:
         self._passes = 0
         self._probes = sorted(set(np.linspace(0, len(windows) - 1, min(PROBES, len(windows))).round().astype(int)))
 
-    def make(self) -> Reference:
-        """Runs the model on all windows, chooses k, keeps what k says, measures the noise; the note comes last."""
-        begun = monotonic()
+    def build(self) -> Reference:
+        """Runs the model on all windows, chooses k, writes the top k, measures the noise, and writes the note last."""
+        started = monotonic()
         walk = Walk(self._source, device=self._device, batch=BATCH)
         order = [*self._probes, *(index for index in range(len(self._windows)) if index not in self._probes)]
         for block in walk.blocks([self._windows[index].tokens for index in order]):
-            self._tell(block.index, walk.count, block.name)
+            self._report(block.index, walk.count, block.name)
         self._passes = 1
         sample, vocabulary = self._sample(walk)
         k, share = self._choose(sample, vocabulary)
         self._passes = 2
-        digest = self._keep(walk, order, sample, k, vocabulary)
-        made = Reference(self._windows, vocabulary, k, share, {}, (), 0.0, self._folder)
-        noise, notes = self._noise(made)
-        made = replace(made, noise=noise, notes=notes, seconds=round(monotonic() - begun, 3))
-        _write_note(made, digest)
-        return made
+        digest = self._write(walk, order, sample, k, vocabulary)
+        written = Reference(self._windows, vocabulary, k, share, {}, (), 0.0, self._folder)
+        noise, notes = self._noise(written)
+        finished = replace(written, noise=noise, notes=notes, seconds=round(monotonic() - started, 3))
+        _write_note(finished, digest)
+        return finished
 
-    def _sample(self, walk: Walk) -> tuple[Sample, int]:
-        """Rows of the probes, which the walk has first, and the size of the vocabulary."""
-        vocabulary, rows, picked = 0, [], Sample(*[np.empty(0)] * 3)
+    def _sample(self, walk: Walk) -> tuple[PositionSample, int]:
+        """Returns rows of the probes, which come first in the walk, and the size of the vocabulary."""
+        vocabulary, rows, picked = 0, [], PositionSample(*[np.empty(0)] * 3)
         for index, logits in zip(self._probes, (logits for _, logits in walk.logits()), strict=False):
             if not vocabulary:
                 vocabulary = logits.shape[1]
@@ -251,33 +249,33 @@ class _Making:
         logp = torch.cat(rows) if rows else torch.empty(0, vocabulary)
         return replace(picked, logp=logp.numpy()), vocabulary
 
-    def _places(self, vocabulary: int) -> Sample:
-        """The positions of a sample, evenly over the probes; none where all of the vocabulary is kept."""
+    def _places(self, vocabulary: int) -> PositionSample:
+        """Returns positions spread evenly over the probes, without rows; none if the whole vocabulary is kept."""
         kept_whole = vocabulary <= KEPT_WHOLE if self._k is None else vocabulary <= self._k
-        places = [(index, row) for index in self._probes for row in range(self._begin(index, PROBE_TOKENS).scored)]
+        places = [(index, row) for index in self._probes for row in range(self._start_of(index, PROBE_TOKENS).scored)]
         room = 0 if kept_whole else min(len(places), max(1, SAMPLE_BYTES // (4 * vocabulary)))
         picked = np.array(places, np.int32)[np.linspace(0, len(places) - 1, room).round().astype(int)]
-        return Sample(picked[:, 0].copy(), picked[:, 1].copy(), np.empty((0, vocabulary), np.float32))
+        return PositionSample(picked[:, 0].copy(), picked[:, 1].copy(), np.empty((0, vocabulary), np.float32))
 
-    def _choose(self, sample: Sample, vocabulary: int) -> tuple[int, float | None]:
-        """The smallest k that finds enough of the stand-in's divergence, and how much that is."""
+    def _choose(self, sample: PositionSample, vocabulary: int) -> tuple[int, float | None]:
+        """Returns the smallest k that shows SHARE of the stand-in's divergence, and the share that it shows."""
         if not len(sample.rows):
             return vocabulary, 1.0
         if self._k is not None:
             return self._k, None
-        seen = [
+        rows = [
             sample.pick(index, logits, self._windows[index].start)
             for index, logits in self._run(StandIn(self._source), PROBE_TOKENS, torch.float32, BATCH)
         ]
-        exact, rounded = torch.from_numpy(sample.logp), torch.cat(seen)
-        if full_kl(exact, rounded).mean() < divergence.ROUNDING:  # nothing was rounded, so nothing can be told
+        exact, rounded = torch.from_numpy(sample.logp), torch.cat(rows)
+        if full_kl(exact, rounded).mean() < divergence.ROUNDING:  # nothing was rounded, so k cannot be measured
             return vocabulary, 1.0
         sizes = [SMALLEST_K << power for power in range(32) if SMALLEST_K << power < vocabulary]
-        found = zip(sizes, divergence.recovered(exact, rounded, sizes), strict=True)
-        return next(((k, share) for k, share in found if share >= SHARE), (vocabulary, 1.0))
+        shares = zip(sizes, divergence.recovered(exact, rounded, sizes), strict=True)
+        return next(((k, share) for k, share in shares if share >= SHARE), (vocabulary, 1.0))
 
-    def _keep(self, walk: Walk, order: Sequence[int], sample: Sample, k: int, vocabulary: int) -> str:
-        """Writes what k tokens say of each window, one after the other; the checksum of the file."""
+    def _write(self, walk: Walk, order: Sequence[int], sample: PositionSample, k: int, vocabulary: int) -> str:
+        """Writes the top k of all windows, one after the other, and the sample; returns the checksum of the file."""
         entries = [entry for index in order for entry in _entries(index, self._windows[index].scored, k, vocabulary)]
         picked = {"windows": sample.windows, "rows": sample.rows, "logp": sample.logp}
         entries += [
@@ -287,20 +285,20 @@ class _Making:
         with _writing(self._folder), ShardWriter(self._folder / DATA, header, entries) as writer:
             for place, logits in walk.logits():
                 window = self._windows[order[place]]
-                kept = divergence.compact(logits, window.tokens, window.start, k)
+                kept = divergence.top_k(logits, window.tokens, window.start, k)
                 for name, dtype, _ in _entries(order[place], window.scored, k, vocabulary):
                     _put(writer, name, getattr(kept, name.rpartition(".")[2]), dtype)
             for name, array in picked.items():
                 _put(writer, f"sample.{name}", array, "F32" if name == "logp" else "I32")
             return writer.close()
 
-    def _noise(self, made: Reference) -> tuple[dict[str, float], tuple[str, ...]]:
-        """What 16-bit arithmetic and another batch shape alone do to the reference."""
+    def _noise(self, written: Reference) -> tuple[dict[str, float], tuple[str, ...]]:
+        """Measures the divergence that 16-bit arithmetic and another batch shape alone cause."""
         noise, notes = {}, []
         for name, dtype in NOISE_TYPES.items():
             try:
-                found = [
-                    kl(*self._beginnings(made, index, logits))
+                divergences = [
+                    self._noise_of(written, index, logits)
                     for index, logits in self._run(self._source, NOISE_TOKENS, dtype, OTHER_BATCH)
                 ]
             except WeightError:
@@ -308,34 +306,33 @@ class _Making:
                 continue
             finally:
                 self._passes += 1
-            noise[name] = max(0.0, float(np.concatenate(found).mean()))
+            noise[name] = max(0.0, float(np.concatenate(divergences).mean()))
         return noise, tuple(notes)
 
-    def _beginnings(self, made: Reference, index: int, logits: Tensor) -> tuple[Compact, divergence.Observed]:
-        """What is kept of the beginning of a window, and what other logits say there."""
-        window, kept = self._begin(index, NOISE_TOKENS), made.compact(index)
-        part = slice(0, window.scored)
-        kept = Compact(kept.ids[part], kept.logp[part], kept.tail[part], kept.next[part], kept.top[part])
-        return kept, observe(logits, window.tokens, window.start, kept.ids)
+    def _noise_of(self, written: Reference, index: int, logits: Tensor) -> Array:
+        window = self._start_of(index, NOISE_TOKENS)
+        exact = written.top_k(index).first(window.scored)
+        return kl(exact, scores_at(logits, window.tokens, window.start, exact.ids))
 
     def _run(self, source: Source, tokens: int, dtype: torch.dtype, batch: int) -> Iterator[tuple[int, Tensor]]:
-        """The logits of the beginnings of the probes, by the index of the window."""
-        begins = [self._begin(index, tokens).tokens for index in self._probes]
-        for place, logits in run(source, begins, device=self._device, dtype=dtype, batch=batch, progress=self._tell):
+        """Yields the index of each probe with the logits of its first tokens."""
+        starts = [self._start_of(index, tokens).tokens for index in self._probes]
+        for place, logits in run(source, starts, device=self._device, dtype=dtype, batch=batch, progress=self._report):
             yield self._probes[place], logits
 
-    def _begin(self, index: int, tokens: int) -> Window:
+    def _start_of(self, index: int, tokens: int) -> Window:
+        """Returns the first tokens of a window, at least one of them scored."""
         window = self._windows[index]
         return Window(window.tokens[: max(tokens, window.start + 1)], window.start)
 
-    def _tell(self, done: int, blocks: int, name: str) -> None:
-        """Blocks of all passes: the run, the stand-in, and those of the noise floor."""
+    def _report(self, done: int, blocks: int, name: str) -> None:
+        """Reports the blocks of all passes: the run, the stand-in, and one for each type of the noise floor."""
         if self._progress:
             self._progress(self._passes * blocks + done, (2 + len(NOISE_TYPES)) * blocks, name)
 
 
 def _entries(index: int, positions: int, k: int, vocabulary: int) -> list[Entry]:
-    """The stored tensors of a window; the ids need not be stored where all are kept."""
+    """Returns the stored tensors of a window; ids are stored only if k is less than the vocabulary."""
     ids = "U16" if vocabulary <= 1 << 16 else "I32"
     each: list[Entry] = [(f"{index}.logp", "F32", (positions, k))]
     each += [(f"{index}.{name}", "I32" if name == "top" else "F32", (positions,)) for name in ("tail", "next", "top")]
@@ -348,29 +345,29 @@ def _put(writer: ShardWriter, name: str, array: Array, dtype: str) -> None:
     writer.write(name, memoryview(flat))
 
 
-def _write_note(made: Reference, digest: str) -> None:
-    """The note that makes a cache entry whole."""
-    content = {name: getattr(made, name) for name in NOTED} | {"data": digest}
-    content["check"] = _check(content)
-    with _writing(made.folder):
-        write_atomically(made.folder / NOTE, json.dumps(content, indent=1).encode())
+def _write_note(finished: Reference, digest: str) -> None:
+    """Writes the note that completes a cache entry."""
+    content = {name: getattr(finished, name) for name in NOTED} | {"data": digest}
+    content["check"] = _checksum(content)
+    with _writing(finished.folder):
+        write_atomically(finished.folder / NOTE, json.dumps(content, indent=1).encode())
 
 
 def _load(folder: Path, windows: Sequence[Window]) -> Reference | None:
-    """A reference from the cache, if its bytes are those that were written."""
+    """Reads a reference from the cache; returns None if it is missing, incomplete or damaged."""
     try:
         content = json.loads((folder / NOTE).read_bytes())
         check = content.pop("check")
         with (folder / DATA).open("rb") as file:
             data = hashlib.file_digest(file, "sha256").hexdigest()
-        if check != _check(content) or data != content.pop("data"):
+        if check != _checksum(content) or data != content.pop("data"):
             return None
         return Reference(windows=tuple(windows), folder=folder, **{**content, "notes": tuple(content["notes"])})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _check(content: Mapping[str, Any]) -> str:
+def _checksum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -381,7 +378,7 @@ def _clear(folder: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time makes a reference; another waits and then finds it made."""
+    """Lets one process at a time compute a reference; the others wait and then load it."""
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("w")
@@ -396,6 +393,6 @@ def _writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputError(
-            f"cannot keep the reference in {folder}: {error.strerror}",
-            fix=f"set the environment variable {VARIABLE} to a folder with room that can be written to",
+            f"cannot write the reference to {folder}: {error.strerror}",
+            fix=f"set the environment variable {VARIABLE} to a writable folder with free space",
         ) from error

@@ -1,4 +1,4 @@
-"""Models of any format as the weights they stand for: a `walk.Source` for each, decoded from the bytes on the disk."""
+"""Opens models of any format as a `walk.Source`: tensors are decoded from the bytes on the disk."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from quantry.errors import CheckpointError, QuantryError
 from quantry.formats.gguf import BLOCKS
-from quantry.llamacpp import to_tokenizer as retokenizing
+from quantry.llamacpp import to_tokenizer
 from quantry.models.already_quantized import quantization
 from quantry.models.reader import local_folder, open_checkpoint
 from quantry.models.tokenizer import load_tokenizer
@@ -21,26 +21,26 @@ from quantry.models.weights import MappedWeights, PlainWeights
 from quantry.models.workspace import JOB
 from quantry.numerics.activations import Static
 from quantry.numerics.grids import dequantize
-from quantry.quantizing import restore as restoration
+from quantry.quantizing import restore
 from quantry.quantizing.quantized_model import QuantizedModel
 from quantry.types import Activation, Checkpoint, Grid, Scheme
 
-UNFINISHED = "run the quantize command again: it goes on where it stopped"
+UNFINISHED = "run the quantize command again: it continues where it stopped"
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """An open model: the names and decoded values of its tensors, and how they are quantized."""
+    """An open model: the names and decoded values of its tensors, and their quantization schemes."""
 
     path: Path  # the folder of safetensors, or the (first) GGUF file
     checkpoint: Checkpoint
     config: Mapping[str, Any]
     names: Sequence[str]
-    schemes: Mapping[str, Scheme]  # quantized modules, named as transformers' checkpoints name them
+    schemes: Mapping[str, Scheme]  # quantized modules, named as in transformers' checkpoints
     _read: Callable[[str], Tensor] = field(repr=False)
-    _input_scale: Callable[[str], float] | None = field(default=None, repr=False)  # the stored one, by module
-    cache: Grid | None = None  # of the KV cache, where the artefact has scales for it
-    _metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of a GGUF file, long arrays too
+    _input_scale: Callable[[str], float] | None = field(default=None, repr=False)  # the stored scale, by module
+    cache: Grid | None = None  # of the KV cache, if the artefact has scales for it
+    _metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of a GGUF file, with its long arrays
 
     @property
     def format(self) -> str:
@@ -49,9 +49,12 @@ class ModelSource:
 
     @cached_property
     def activations(self) -> Mapping[str, Activation]:
-        """The modules whose input an engine quantizes, and how; with the scale where the artefact holds one."""
-        found = {module: scheme.activation for module, scheme in self.schemes.items() if scheme.activation}
-        return {module: self._with_scale(module, activation) for module, activation in found.items()}
+        """How the engine quantizes the inputs of modules, by module; with the scale if the artefact stores one."""
+        return {
+            module: self._with_scale(module, scheme.activation)
+            for module, scheme in self.schemes.items()
+            if scheme.activation
+        }
 
     def _with_scale(self, module: str, activation: Activation) -> Activation:
         if activation.dynamic:
@@ -65,16 +68,19 @@ class ModelSource:
         return Static(activation.grid, dynamic=False, scale=self._input_scale(module))
 
     def read(self, name: str) -> Tensor:
-        """The values of a tensor: in its own float type, or in float32 where they are decoded."""
+        """Returns the values of a tensor: in its stored float type, or in float32 if it was decoded."""
         return self._read(name)
 
     def tokenizer_files(self) -> Mapping[str, bytes]:
-        """The files of the tokenizer that a GGUF file has inside."""
-        return retokenizing.tokenizer(self._metadata)
+        """Returns the tokenizer of a GGUF file as the files that transformers reads."""
+        return to_tokenizer.tokenizer(self._metadata)
 
 
 def open_source(model: str | Path) -> ModelSource:
-    """Opens a 16-bit checkpoint, a quantized one, a GGUF file or a folder that holds one."""
+    """Opens a 16-bit checkpoint, a quantized one, a GGUF file, or a folder with a GGUF file.
+
+    Raises QuantryError if a job has not finished writing the model, or if it cannot be read.
+    """
     check_finished(Path(model).expanduser())
     checkpoint = open_checkpoint(model)
     if checkpoint.format == "gguf":
@@ -83,7 +89,7 @@ def open_source(model: str | Path) -> ModelSource:
 
 
 def tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model: its tokenizer.json as it is, or what its GGUF file has inside."""
+    """Returns the tokenizer of a model: from its tokenizer.json, or from its GGUF file."""
     if source.format == "safetensors":
         return load_tokenizer(source.path)
     with TemporaryDirectory() as folder:
@@ -122,33 +128,33 @@ def _quantized(model: str | Path) -> ModelSource:
 
 
 def _gguf(model: str | Path) -> ModelSource:
-    file = restoration.open_file(model)
-    pieces = {piece.name: piece for piece in restoration.originals(file, "f32")}
-    restorer = restoration.Restorer(file)
+    file = restore.open_file(model)
+    pieces = {piece.name: piece for piece in restore.originals(file, "f32")}
+    restorer = restore.Restorer(file)
     stored = {target.name: tensor.dtype.lower() for tensor, target in file.pairs}
-    kinds = {name: stored[piece.parts[0][0].name] for name, piece in pieces.items()}
+    dtypes = {name: stored[piece.parts[0][0].name] for name, piece in pieces.items()}
     return ModelSource(
         file.folder / min(file.checkpoint.files),
         file.checkpoint,
         file.config,
         tuple(pieces),
-        {name.removesuffix(".weight"): Scheme(_grid(kind)) for name, kind in kinds.items() if kind in BLOCKS},
+        {name.removesuffix(".weight"): Scheme(_grid(dtype)) for name, dtype in dtypes.items() if dtype in BLOCKS},
         lambda name: torch.cat([part for _, part in restorer.make(pieces[name])]),
         _metadata=file.metadata,
     )
 
 
-def _grid(kind: str) -> Grid:
-    """The grid of one of ggml's block types, whose names begin with their bits: q4_k, iq4_nl."""
-    return Grid(kind, int(kind.lstrip("iq")[0]))  # type: ignore[arg-type]
+def _grid(dtype: str) -> Grid:
+    """Returns the grid of a ggml block type; the bits are the first digit of its name: q4_k, iq4_nl."""
+    return Grid(dtype, int(dtype.lstrip("iq")[0]))  # type: ignore[arg-type]
 
 
 def check_finished(path: Path) -> None:
-    """Refuses what a job has not finished writing: its folder, or the output that is not there yet."""
+    """Raises QuantryError if a job has not finished writing `path` or the folder that it is in."""
     if path.is_dir() and (path / JOB).exists():
         raise QuantryError(f"{path} is not finished", fix=UNFINISHED)
     for out in (path, path.parent):
         partial = out.with_name(f"{out.name}.partial") if out.name else out
         absent = not out.exists() or (out.is_dir() and not any(out.iterdir()))
         if absent and (partial / JOB).exists():
-            raise QuantryError(f"{path} is not finished: {partial} holds what there is of it", fix=UNFINISHED)
+            raise QuantryError(f"{path} is not finished: {partial} holds its first part", fix=UNFINISHED)

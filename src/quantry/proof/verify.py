@@ -25,7 +25,7 @@ from quantry.proof.reference import Reference
 from quantry.proof.reference import reference as make_reference
 from quantry.proof.served import Served
 from quantry.proof.sources import ModelSource, open_source, tokenizer
-from quantry.proof.tasks.judge import Endpoint
+from quantry.proof.tasks.judge import JudgeEndpoint
 from quantry.proof.text import default_text, read_text
 from quantry.proof.text import windows as cut
 from quantry.quantizing import card
@@ -81,11 +81,11 @@ def verify(
     told, results = questions.compare(asked, first, questions.put(asked, answers, progress), progress)
 
     plain, on_prompts = range(len(pieces)), range(len(pieces), len(kept.windows))
-    figures = measuring.summarize(kept, decoded.observed, plain)
-    seen = measuring.summarize(kept, served.observed, plain) if served else None
-    gap = measuring.gap(kept, decoded.observed, served.observed, plain) if served else None
+    figures = measuring.summarize(kept, decoded.scores, plain)
+    seen = measuring.summarize(kept, served.scores, plain) if served else None
+    gap = measuring.gap(kept, decoded.scores, served.scores, plain) if served else None
     if told and on_prompts:
-        told["decoded"] = _figures(measuring.summarize(kept, decoded.observed, on_prompts))
+        told["decoded"] = _figures(measuring.summarize(kept, decoded.scores, on_prompts))
     numbers = _numbers(figures, seen, gap, kept, told)
     recorded = _recorded(ours)
     findings = [
@@ -97,7 +97,7 @@ def verify(
         artefact=str(artefact),
         reference=str(reference),
         gate=gate,
-        verdict="pass" if all(finding["ok"] or finding["warning"] for finding in findings) else "fail",
+        verdict=gates.verdict(findings),
         **_figures(figures),
         reference_perplexity=figures.reference_perplexity.value,
         noise_floor=kept.noise_floor,
@@ -240,12 +240,12 @@ def _folder(artefact: ModelSource) -> Path:
     return artefact.path if artefact.path.is_dir() else artefact.path.parent
 
 
-def _endpoint(url: str | None, model: str | None, key: str) -> Endpoint | None:
+def _endpoint(url: str | None, model: str | None, key: str) -> JudgeEndpoint | None:
     if url is None:
         return None
     if not model:
         raise QuantryError("a judge needs the name of its model", fix="give --judge-model")
-    return Endpoint(url, model, key)
+    return JudgeEndpoint(url, model, key)
 
 
 def _named(progress: Progress | None, what: str) -> Progress | None:

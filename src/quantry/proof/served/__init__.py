@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from quantry import registry
-from quantry.proof.divergence import Array, Observed
+from quantry.proof.divergence import Array, Scores
 from quantry.proof.text import Window
 from quantry.types import Progress
 
@@ -28,7 +28,7 @@ class Served:
 
     engine: str
     version: str
-    observed: list[Observed]
+    scores: list[Scores]
     memory: Mapping[str, int] = field(default_factory=dict)  # weights, kv_cache, compute, as far as it tells them
     notes: tuple[str, ...] = ()
 

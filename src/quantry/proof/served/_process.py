@@ -22,7 +22,7 @@ from typing import IO, Any
 import numpy as np
 
 from quantry.errors import ModelNotFoundError, QuantryError
-from quantry.proof.divergence import Array, Observed
+from quantry.proof.divergence import Array, Scores
 from quantry.proof.served import Served
 from quantry.proof.text import Window
 from quantry.types import Progress
@@ -63,7 +63,7 @@ class Engine:
         longest = max(length or 0, *(len(window.tokens) for window in windows))
         work = Work(Path(artefact), longest, windows, ids, options=options or {})
         found = self._run(work, python, progress, patience)
-        return Served(self.name, found.version, found.observed, found.memory, found.notes)
+        return Served(self.name, found.version, found.scores, found.memory, found.notes)
 
     def generate(
         self,
@@ -142,11 +142,11 @@ class Work:
 
     def read(self, folder: Path, notes: Iterable[str]) -> "Result":
         told = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-        observed = []
+        scores = []
         for number in range(len(self.windows)):
             with np.load(folder / f"scored-{number}.npz") as stored:
-                observed.append(Observed(logq=stored["logq"], next=stored["next"], top=stored["top"]))
-        return Result(told["version"], told["memory"], (*told["notes"], *notes), observed, told["answers"])
+                scores.append(Scores(logq=stored["logq"], next=stored["next"], top=stored["top"]))
+        return Result(told["version"], told["memory"], (*told["notes"], *notes), scores, told["answers"])
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Result:
     version: str
     memory: dict[str, int]
     notes: tuple[str, ...]
-    observed: list[Observed]
+    scores: list[Scores]
     answers: list[list[int]]
 
 

@@ -10,7 +10,7 @@ import torch
 from quantry.errors import CheckpointError, ModelNotFoundError, QuantryError, WeightError
 from quantry.llamacpp.model import Model
 from quantry.models.reader import open_checkpoint
-from quantry.proof.divergence import Array, Observed, observe
+from quantry.proof.divergence import Array, Scores, scores_at
 from quantry.proof.served import Served
 from quantry.proof.text import Window
 from quantry.types import Progress
@@ -33,14 +33,14 @@ def score(
     if not windows:
         raise QuantryError("there is no window to score", fix="give at least one")
     longest, total = max(len(window.tokens) for window in windows), sum(len(window.tokens) for window in windows)
-    observed, done = list[Observed](), 0
+    scores, done = list[Scores](), 0
     with Model(gguf_file(artefact), context=max(longest, length or 0), threads=threads) as model:
         for window, places in zip(windows, ids, strict=True):
-            observed.append(_observed(model, window, places))
+            scores.append(_observed(model, window, places))
             done += len(window.tokens)
             if progress:
                 progress(done, total, NAME)
-        return Served(NAME, f"xllamacpp {version('xllamacpp')}", observed, model.memory)
+        return Served(NAME, f"xllamacpp {version('xllamacpp')}", scores, model.memory)
 
 
 def generate(
@@ -85,7 +85,7 @@ def gguf_file(artefact: Path) -> Path:
     return path / min(checkpoint.files)
 
 
-def _observed(model: Model, window: Window, places: Array) -> Observed:
+def _observed(model: Model, window: Window, places: Array) -> Scores:
     strange = int(np.max(places, initial=0))
     if strange >= model.vocabulary:
         raise QuantryError(
@@ -97,7 +97,7 @@ def _observed(model: Model, window: Window, places: Array) -> Observed:
         raise WeightError(
             f"llama.cpp computes logits of {model.path.name} that are not finite", fix="quantize the model again"
         )
-    return observe(torch.from_numpy(logits), window.tokens, window.start, places)
+    return scores_at(torch.from_numpy(logits), window.tokens, window.start, places)
 
 
 def _own(python: Path | None) -> None:

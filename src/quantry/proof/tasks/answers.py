@@ -1,8 +1,8 @@
-"""What a model says when asked: the log-probability of a continuation, and the text it would write itself.
+"""A model's answers: the log-probability of a continuation, and the text that it generates.
 
-Two models, one interface: decoded weights in torch, and a GGUF file in llama.cpp, each with its own tokenizer, so that
-a file whose vocabulary was written wrongly is found out. Text is always written greedily: two runs of the same model
-give the same answer, and a difference between two models is theirs.
+Two implementations share one interface: decoded weights in torch, and a GGUF file in llama.cpp. Each uses its own
+tokenizer, so a file with a wrong vocabulary shows. Text is always generated greedily: two runs of the same model give
+the same answer, so every difference comes from the models.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,39 +25,40 @@ from quantry.types import Progress
 if TYPE_CHECKING:
     from quantry.llamacpp.model import Model
 
-Pair = tuple[Sequence[int], Sequence[int]]  # token ids of a context and of what may follow it
+Pair = tuple[Sequence[int], Sequence[int]]  # token ids of a context and of a continuation
+Inputs = dict[tuple[int, ...], list[int]]  # token ids to run -> the numbers of the pairs that they score
 Messages = Sequence[Mapping[str, Any]]
 
-CONTEXT = 4096  # tokens that a model is asked with at most, unless told: logits of 128k would not fit
+CONTEXT = 4096  # the default limit in tokens: logits of 128k would not fit in memory
 LOGITS = 1 << 28  # numbers in the logits of one batch: 1 GiB of float32
-FIRST_PIECE = 32  # tokens llama.cpp writes before stops are looked for; each next piece is twice as long
+FIRST_PIECE = 32  # tokens that llama.cpp generates before the first search for stops; each piece is twice as long
 CONTROL = 3  # the token type of special tokens in GGUF
 
 
 class Answers(Protocol):
-    """A model that can be asked."""
+    """A model that scores continuations and answers prompts."""
 
     @property
     def context(self) -> int:
-        """Tokens that a question and its answer may have together."""
+        """The limit of question and answer together, in tokens."""
 
     @property
     def prefix(self) -> int:
-        """The token that stands before a text without context."""
+        """The token before a text without context."""
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids, with those the model wants at the ends if `special`; a BOS in the text is not doubled."""
+        """Returns token ids, with the model's BOS and EOS if `special`; does not double a BOS in the text."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of token ids, without special tokens."""
+        """Returns the text of token ids, without special tokens."""
 
     def chat(self, messages: Messages, answer_begun: bool = False) -> str:
-        """Messages in the model's own chat template; `answer_begun`: the last one is to be gone on with."""
+        """Renders messages with the model's chat template; with `answer_begun` the model continues the last one."""
 
     def loglikelihoods(self, pairs: Sequence[Pair], progress: Progress | None = None) -> list[tuple[float, bool]]:
-        """Of each continuation: its log-probability after its context, and whether greedy writing would give it.
+        """Returns, for each continuation, its log-probability and True if greedy generation would give it.
 
-        A context too long is cut at its start.
+        A context that is too long is cut at its start.
         """
 
     def generate(
@@ -67,13 +68,13 @@ class Answers(Protocol):
         stops: Sequence[str] = (),
         progress: Progress | None = None,
     ) -> list[list[int]]:
-        """The tokens that greedy writing adds: up to a token that ends the text, without it, or just past a stop."""
+        """Generates greedily: up to an end token, which is left out, or to the token that completes a stop."""
 
 
 class TorchAnswers:
     """A transformers model in torch, with its tokenizer.
 
-    `ends` are token ids that end a text besides those the model's configuration and tokenizer name.
+    `ends` are end tokens in addition to those of the model's configuration and tokenizer.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class TorchAnswers:
         self._tokenizer: Any = tokenizer
         self._batch = batch
         self._ends = sorted({*ends, *_ends(self._module, tokenizer)})
-        self._keeps = "logits_to_keep" in signature(self._module.forward).parameters
+        self._can_cut_logits = "logits_to_keep" in signature(self._module.forward).parameters
         self.context = context or min(CONTEXT, _positions(self._module))
         self.prefix = _prefix(tokenizer.bos_token_id, [*_listed(tokenizer.eos_token_id), *self._ends])
         self._prefix_text = str(self._tokenizer.decode([self.prefix]))
@@ -116,14 +117,14 @@ class TorchAnswers:
     @torch.inference_mode()
     def loglikelihoods(self, pairs: Sequence[Pair], progress: Progress | None = None) -> list[tuple[float, bool]]:
         inputs = _inputs(pairs, self.context)
-        found: dict[int, tuple[float, bool]] = {}
+        scores: dict[int, tuple[float, bool]] = {}
         for batch in self._batches(inputs, pairs):
-            keep = max(len(pairs[number][1]) for tokens in batch for number in inputs[tokens])
+            keep = _longest(batch, inputs, pairs)
             for tokens, rows in zip(batch, self._logits(batch, keep), strict=True):
-                found.update((number, _score(rows, pairs[number][1])) for number in inputs[tokens])
+                scores.update((number, _score(rows, pairs[number][1])) for number in inputs[tokens])
             if progress:
-                progress(len(found), len(pairs), "scoring")
-        return [found[number] for number in range(len(pairs))]
+                progress(len(scores), len(pairs), "scoring")
+        return [scores[number] for number in range(len(pairs))]
 
     @torch.inference_mode()
     def generate(
@@ -133,36 +134,31 @@ class TorchAnswers:
         stops: Sequence[str] = (),
         progress: Progress | None = None,
     ) -> list[list[int]]:
-        for prompt in prompts:
-            _check_room(prompt, max_tokens, self.context)
+        _check_prompts(prompts, max_tokens, self.context)
         order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
-        found: dict[int, list[int]] = {}
+        answers: dict[int, list[int]] = {}
         for start in range(0, len(order), self._batch):
             numbers = order[start : start + self._batch]
-            found.update(zip(numbers, self._written([prompts[n] for n in numbers], max_tokens, stops), strict=True))
+            answers.update(zip(numbers, self._generated([prompts[n] for n in numbers], max_tokens, stops), strict=True))
             if progress:
-                progress(len(found), len(prompts), "writing")
-        return [found[number] for number in range(len(prompts))]
+                progress(len(answers), len(prompts), "writing")
+        return [answers[number] for number in range(len(prompts))]
 
-    def _batches(
-        self, inputs: Mapping[tuple[int, ...], list[int]], pairs: Sequence[Pair]
-    ) -> Iterator[list[tuple[int, ...]]]:
-        """Inputs of one length together, the longest first: no padding, so that neighbours cannot change a number."""
+    def _batches(self, inputs: Inputs, pairs: Sequence[Pair]) -> Iterator[list[tuple[int, ...]]]:
+        """Yields inputs of one length, the longest first: without padding, neighbours cannot change a number."""
         rows = max(1, LOGITS // int(self._module.config.get_text_config().vocab_size))
         for length, same in groupby(sorted(inputs, key=len, reverse=True), key=len):
             group = list(same)
-            kept = (
-                max(len(pairs[number][1]) for tokens in group for number in inputs[tokens]) if self._keeps else length
-            )
+            kept = _longest(group, inputs, pairs) if self._can_cut_logits else length
             size = max(1, min(self._batch, rows // kept))
             yield from (group[start : start + size] for start in range(0, len(group), size))
 
     def _logits(self, batch: Sequence[Sequence[int]], keep: int) -> Tensor:
-        wanted = {"logits_to_keep": keep} if self._keeps else {}
+        options = {"logits_to_keep": keep} if self._can_cut_logits else {}
         ids = torch.tensor(batch, device=self._device)
-        return self._module(input_ids=ids, use_cache=False, **wanted).logits[:, -keep:].float()  # type: ignore[no-any-return]
+        return self._module(input_ids=ids, use_cache=False, **options).logits[:, -keep:].float()  # type: ignore[no-any-return]
 
-    def _written(self, prompts: Sequence[Sequence[int]], max_tokens: int, stops: Sequence[str]) -> list[list[int]]:
+    def _generated(self, prompts: Sequence[Sequence[int]], max_tokens: int, stops: Sequence[str]) -> list[list[int]]:
         width = max(len(prompt) for prompt in prompts)
         missing = [width - len(prompt) for prompt in prompts]
         pad = self._ends[0] if self._ends else 0  # masked before the prompt, cut off after the answer
@@ -171,15 +167,15 @@ class TorchAnswers:
         settings = GenerationConfig(
             max_new_tokens=max_tokens, do_sample=False, eos_token_id=self._ends or None, pad_token_id=pad
         )
-        with _without_own_settings(self._module):
-            written = self._module.generate(
+        with _without_generation_config(self._module):
+            generated = self._module.generate(
                 input_ids=ids.to(self._device),
                 attention_mask=mask.to(self._device),
                 generation_config=settings,
                 logits_processor=LogitsProcessorList([_finite]),
                 stopping_criteria=StoppingCriteriaList([self._stopping(width, stops)]),
             )
-        return [self._cut(row[width:], stops) for row in written.tolist()]
+        return [self._cut(row[width:], stops) for row in generated.tolist()]
 
     def _stopping(self, width: int, stops: Sequence[str]) -> Callable[..., Tensor]:
         def stopped(ids: Tensor, scores: Any, **_: Any) -> Tensor:
@@ -189,7 +185,7 @@ class TorchAnswers:
         return stopped
 
     def _cut(self, tokens: list[int], stops: Sequence[str]) -> list[int]:
-        """Without what follows the end: padding, while others of the batch were still written."""
+        """Drops what follows the end: padding, while other answers of the batch were still generated."""
         end = next((place for place, token in enumerate(tokens) if token in self._ends), len(tokens))
         return _until_stop(tokens[:end], stops, self._spelled)
 
@@ -202,12 +198,12 @@ class TorchAnswers:
 
 
 class LlamaAnswers:
-    """A GGUF file in llama.cpp, with the tokenizer, template and end tokens that llama.cpp finds in it."""
+    """A GGUF file in llama.cpp, with the tokenizer, template and end tokens that llama.cpp reads from it."""
 
     def __init__(self, model: "Model") -> None:
         metadata = read_shards(LocalFiles(model.path.parent), model.path.name, whole=True).metadata
         self._model = model
-        self._control = {token for token, kind in enumerate(_types(metadata)) if kind == CONTROL}
+        self._control = {token for token, type_ in enumerate(_token_types(metadata)) if type_ == CONTROL}
         bos, eos = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
         self._named = {f"{name}_token": "" if token is None else model.detokenize([token])
                        for name, token in (("bos", bos), ("eos", eos))}  # fmt: skip
@@ -235,13 +231,13 @@ class LlamaAnswers:
         return str(rendered[0])
 
     def loglikelihoods(self, pairs: Sequence[Pair], progress: Progress | None = None) -> list[tuple[float, bool]]:
-        found: dict[int, tuple[float, bool]] = {}
+        scores: dict[int, tuple[float, bool]] = {}
         for tokens, numbers in _inputs(pairs, self.context).items():
             logits = torch.from_numpy(self._model.logits(tokens))
-            found.update((number, _score(logits, pairs[number][1])) for number in numbers)
+            scores.update((number, _score(logits, pairs[number][1])) for number in numbers)
             if progress:
-                progress(len(found), len(pairs), "scoring")
-        return [found[number] for number in range(len(pairs))]
+                progress(len(scores), len(pairs), "scoring")
+        return [scores[number] for number in range(len(pairs))]
 
     def generate(
         self,
@@ -250,31 +246,30 @@ class LlamaAnswers:
         stops: Sequence[str] = (),
         progress: Progress | None = None,
     ) -> list[list[int]]:
+        _check_prompts(prompts, max_tokens, self.context)
+        answers = []
         for prompt in prompts:
-            _check_room(prompt, max_tokens, self.context)
-        found = []
-        for prompt in prompts:
-            found.append(self._written(prompt, max_tokens, stops))
+            answers.append(self._generated(prompt, max_tokens, stops))
             if progress:
-                progress(len(found), len(prompts), "writing")
-        return found
+                progress(len(answers), len(prompts), "writing")
+        return answers
 
-    def _written(self, prompt: Sequence[int], max_tokens: int, stops: Sequence[str]) -> list[int]:
-        """In growing pieces, so that an answer that stops early does not cost all of `max_tokens`."""
-        found: list[int] = []
+    def _generated(self, prompt: Sequence[int], max_tokens: int, stops: Sequence[str]) -> list[int]:
+        """Generates in growing pieces, so that an answer that stops early does not cost all of `max_tokens`."""
+        answer: list[int] = []
         piece = FIRST_PIECE if stops else max_tokens
-        while len(found) < max_tokens:
-            count = min(piece, max_tokens - len(found))
-            added = self._model.generate([*prompt, *found], count)
-            found = _until_stop([*found, *added], stops, self._model.detokenize)
-            if len(added) < count or _has_stop(found, stops, self._model.detokenize):
+        while len(answer) < max_tokens:
+            count = min(piece, max_tokens - len(answer))
+            added = self._model.generate([*prompt, *answer], count)
+            answer = _until_stop([*answer, *added], stops, self._model.detokenize)
+            if len(added) < count or _has_stop(answer, stops, self._model.detokenize):
                 break
             piece *= 2
-        return found
+        return answer
 
 
 def _ends(module: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The tokens that end a text, by whatever names one: chat models end a turn with a token of its own."""
+    """Returns all end tokens of config, generation config and tokenizer: chat models end a turn with another one."""
     places = (module.config.get_text_config(), getattr(module, "generation_config", None), tokenizer)
     return {token for place in places for token in _listed(getattr(place, "eos_token_id", None))}
 
@@ -290,23 +285,23 @@ def _listed(tokens: Any) -> list[int]:
 
 
 def _prefix(bos: Any, ends: Sequence[int]) -> int:
-    """BOS, or in models without one the end of a text before, as lm-evaluation-harness does."""
-    found = next(iter([*_listed(bos), *ends]), None)
-    if found is None:
+    """Returns the BOS token, or in models without one the first end token, as lm-evaluation-harness does."""
+    token = next(iter([*_listed(bos), *ends]), None)
+    if token is None:
         raise QuantryError(
             "the tokenizer names neither a BOS nor an EOS token, so a text has nothing to start after",
             fix="name one in tokenizer_config.json",
         )
-    return found
+    return token
 
 
 def _begins(text: str, prefix: str) -> bool:
     return bool(prefix) and text.startswith(prefix)
 
 
-def _types(metadata: Mapping[str, Any]) -> Sequence[int]:
-    found = metadata.get("tokenizer.ggml.token_type", ())
-    return found if isinstance(found, list | tuple) else ()
+def _token_types(metadata: Mapping[str, Any]) -> Sequence[int]:
+    types = metadata.get("tokenizer.ggml.token_type", ())
+    return types if isinstance(types, list | tuple) else ()
 
 
 @contextmanager
@@ -317,26 +312,31 @@ def _template_errors(template: str | Mapping[str, str] | None) -> Iterator[None]
         yield
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise QuantryError(
-            f"the model's chat template takes no such messages: {error}",
-            fix="give messages of the roles user and assistant in turns, each with its content",
+            f"the model's chat template rejects the messages: {error}",
+            fix="alternate the roles user and assistant, each with its content",
         ) from error
 
 
-def _inputs(pairs: Sequence[Pair], context: int) -> dict[tuple[int, ...], list[int]]:
-    """What the model is run on, each once, with the numbers of the pairs it decides: one-token choices share theirs."""
-    found: dict[tuple[int, ...], list[int]] = {}
+def _inputs(pairs: Sequence[Pair], context: int) -> Inputs:
+    """Returns the distinct inputs of the model, each with the numbers of its pairs: one-token choices share theirs."""
+    inputs: Inputs = {}
     for number, (before, after) in enumerate(pairs):
         if not before or not 0 < len(after) <= context:
             raise QuantryError(
                 f"a continuation of {len(after)} tokens after {len(before)} cannot be scored in a context of {context}",
                 fix="give at least one token of each, and a continuation that fits the context",
             )
-        found.setdefault((*before, *after)[-context - 1 : -1], []).append(number)
-    return found
+        inputs.setdefault((*before, *after)[-context - 1 : -1], []).append(number)
+    return inputs
+
+
+def _longest(batch: Sequence[tuple[int, ...]], inputs: Inputs, pairs: Sequence[Pair]) -> int:
+    """Returns the length of the longest continuation in a batch."""
+    return max(len(pairs[number][1]) for tokens in batch for number in inputs[tokens])
 
 
 def _score(logits: Tensor, after: Sequence[int]) -> tuple[float, bool]:
-    """The continuation's log-probability and whether each token is the likeliest; its logits are the last rows."""
+    """Returns the continuation's log-probability, and True if every token is the likeliest, from the last logits."""
     logp = torch.log_softmax(logits[-len(after) :], dim=-1)
     tokens = torch.tensor(after, device=logp.device)
     total = float(logp.gather(1, tokens[:, None]).sum(dtype=torch.float32 if logp.is_mps else torch.float64))
@@ -357,16 +357,17 @@ def _not_finite() -> WeightError:
     )
 
 
-def _check_room(prompt: Sequence[int], max_tokens: int, context: int) -> None:
-    if not prompt or max_tokens < 1 or len(prompt) + max_tokens > context:
-        raise QuantryError(
-            f"a prompt of {len(prompt)} tokens and {max_tokens} to be written do not fit a context of {context}",
-            fix="shorten the prompt, write fewer tokens, at least one, or use a larger context",
-        )
+def _check_prompts(prompts: Sequence[Sequence[int]], max_tokens: int, context: int) -> None:
+    for prompt in prompts:
+        if not prompt or max_tokens < 1 or len(prompt) + max_tokens > context:
+            raise QuantryError(
+                f"a prompt of {len(prompt)} tokens and an answer of {max_tokens} do not fit a context of {context}",
+                fix="shorten the prompt, allow fewer tokens for the answer (at least one), or use a larger context",
+            )
 
 
 def _has_stop(tokens: Sequence[int], stops: Sequence[str], spelled: Callable[[Sequence[int]], str]) -> bool:
-    """Whether the end of the text holds a stop: a token has at least a byte, so the last few tokens are enough."""
+    """Returns True if the text ends in a stop: a token has at least a byte, so the last few tokens are enough."""
     if not stops or not tokens:
         return False
     reach = max(len(stop.encode()) for stop in stops) + 4  # a character cut in two decodes to something else
@@ -375,7 +376,7 @@ def _has_stop(tokens: Sequence[int], stops: Sequence[str], spelled: Callable[[Se
 
 
 def _until_stop(tokens: list[int], stops: Sequence[str], spelled: Callable[[Sequence[int]], str]) -> list[int]:
-    """Tokens up to the one that completes the first stop."""
+    """Cuts tokens after the one that completes the first stop."""
     if not any(stop in spelled(tokens) for stop in stops):
         return tokens
     ends = (end for end in range(1, len(tokens)) if _has_stop(tokens[:end], stops, spelled))
@@ -383,8 +384,8 @@ def _until_stop(tokens: list[int], stops: Sequence[str], spelled: Callable[[Sequ
 
 
 @contextmanager
-def _without_own_settings(module: Any) -> Iterator[None]:
-    """A model's generation_config (penalties, sampling) would fill whatever is not set: no other engine knows it."""
+def _without_generation_config(module: Any) -> Iterator[None]:
+    """Removes the model's generation_config for a while: its penalties and sampling are not those of other engines."""
     own = module.generation_config
     module.generation_config = GenerationConfig()
     try:

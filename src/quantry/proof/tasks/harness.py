@@ -1,7 +1,7 @@
-"""lm-evaluation-harness on a model that can be asked: the tasks are its, the model is ours.
+"""Runs tasks of lm-evaluation-harness on a model.
 
-A task is a YAML file of lm-evaluation-harness, or the name of one it brings (whose data it then fetches from the hub).
-A file's data can lie beside it:
+A task is a YAML file of lm-evaluation-harness, or the name of one of its tasks (whose data it fetches from the hub).
+The data of a YAML file can lie next to it:
 
     task: riddles
     dataset_path: json
@@ -12,7 +12,7 @@ A file's data can lie beside it:
     doc_to_choice: "{{choices}}"
     doc_to_target: "{{answer}}"
 
-Texts become tokens as in the harness's own `hf` model, so that the numbers can be held against published ones.
+Texts become tokens as in the harness's own `hf` model, so that the numbers are comparable with published ones.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,24 +34,24 @@ INSTALL = "pip install 'quantry[tasks]'"
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One question of a task: what the model gave, and what each metric made of it."""
+class TaskSample:
+    """One question of a task: the model's answer, and its value in each metric."""
 
     id: int
     target: str
-    answer: list[Any]  # (log-probability, whether greedy) of every choice, or the text written
+    answer: list[Any]  # (log-probability, is it greedy) of every choice, or the generated text
     values: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """A task's metrics by name, as the harness sums them up, and every question."""
+    """A task's metrics by name, as the harness aggregates them, and every question."""
 
     task: str
     metrics: Mapping[str, float]
     higher_is_better: Mapping[str, bool]
-    samples: tuple[Sample, ...]
-    truncated: int = 0  # questions that lost their start because they did not fit the context
+    samples: tuple[TaskSample, ...]
+    truncated: int = 0  # questions cut at the start because they did not fit the context
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -59,7 +59,7 @@ class TaskResult:
 
 @dataclass(frozen=True, slots=True)
 class TaskComparison:
-    """One metric of one task for both models; `paired` is over questions, None where a metric has no value for each."""
+    """One metric of one task for both models; `paired` is None if the metric has no value per question."""
 
     task: str
     metric: str
@@ -78,21 +78,25 @@ def evaluate(
     chat: bool = False,
     progress: Progress | None = None,
 ) -> list[TaskResult]:
-    """Runs tasks; `limit` takes the first questions of each, `fewshot` changes the number of examples before one."""
+    """Runs tasks; `limit` takes the first questions of each, `fewshot` sets the number of examples before a question.
+
+    Raises QuantryError if lm-evaluation-harness is not installed or cannot run a task, UnknownNameError for a task that
+    it does not have.
+    """
     _check_installed()
     if limit is not None and limit < 1:
         raise QuantryError(f"a limit of {limit} questions leaves nothing to ask", fix="give at least 1")
     from lm_eval.evaluator import evaluate as run
 
-    from quantry.proof.tasks.asked import AskedModel
+    from quantry.proof.tasks.lm_eval_model import LmEvalModel
 
-    model = AskedModel(answers, progress)
+    model = LmEvalModel(answers, progress)
     with TemporaryDirectory(prefix="quantry-tasks-") as folder, _quiet():
         loaded = _load(tasks, Path(folder))
         for task in loaded["tasks"].values():
             _set_examples(task, fewshot)
         try:
-            found = run(
+            report = run(
                 lm=model, task_dict=loaded, limit=limit, bootstrap_iters=0, log_samples=True, apply_chat_template=chat
             )
         except QuantryError:
@@ -101,13 +105,13 @@ def evaluate(
             if model.failed:
                 raise
             raise _unfit(", ".join(loaded["tasks"]), error) from error
-    return [_result(name, found, model.truncated.get(name, 0)) for name in loaded["tasks"]]
+    return [_result(name, report, model.truncated.get(name, 0)) for name in loaded["tasks"]]
 
 
 def compare(base: Sequence[TaskResult], quantized: Sequence[TaskResult]) -> list[TaskComparison]:
-    """Two models on the same tasks, metric by metric."""
+    """Compares two models metric by metric. Raises QuantryError if they did not run the same tasks."""
     if [(result.task, len(result.samples)) for result in base] != [(r.task, len(r.samples)) for r in quantized]:
-        raise QuantryError("the two models were not asked the same tasks", fix="run both with the same tasks and limit")
+        raise QuantryError("the two models did not run the same tasks", fix="run both with the same tasks and limit")
     return [
         TaskComparison(
             task=first.task,
@@ -122,7 +126,7 @@ def compare(base: Sequence[TaskResult], quantized: Sequence[TaskResult]) -> list
     ]
 
 
-def _paired(base: Sequence[Sample], quantized: Sequence[Sample], metric: str) -> Paired | None:
+def _paired(base: Sequence[TaskSample], quantized: Sequence[TaskSample], metric: str) -> Paired | None:
     pairs = [
         (first.values[metric], second.values[metric])
         for first, second in zip(base, quantized, strict=True)
@@ -140,7 +144,7 @@ def _check_installed() -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the progress bars of the libraries below, which know nothing of who called them."""
+    """Turns off the progress bars of the libraries that the harness uses."""
     import datasets
     from lm_eval.api import task
 
@@ -156,6 +160,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _load(tasks: Sequence[str | Path], folder: Path) -> Any:
+    """Loads the harness's tables of tasks and groups, merged over all tasks."""
     if not tasks:
         raise QuantryError("no task is named", fix="give the name of a task or the path of its YAML file")
     files = [_is_file(task) for task in tasks]
@@ -164,26 +169,26 @@ def _load(tasks: Sequence[str | Path], folder: Path) -> Any:
         _read(Path(task), folder) if file else _known(str(task), manager)
         for task, file in zip(tasks, files, strict=True)
     ]
-    found: dict[str, Any] = {}
+    loaded: dict[str, Any] = {}
     for task, spec in zip(tasks, specs, strict=True):
         try:
-            one = manager.load(spec)
+            tables = manager.load(spec)
         except Exception as error:
             raise _unfit(str(task), error) from error
-        for kind, members in one.items():
-            twice = sorted(set(found.setdefault(kind, {})) & set(members))
+        for table, members in tables.items():
+            twice = sorted(set(loaded.setdefault(table, {})) & set(members))
             if twice:
-                raise QuantryError(f"the task {twice[0]} is asked for twice", fix="name each task once")
-            found[kind].update(members)
-    unsafe = [name for name, task in found["tasks"].items() if getattr(task, "UNSAFE_CODE", False)]
+                raise QuantryError(f"the task {twice[0]} is given twice", fix="name each task once")
+            loaded[table].update(members)
+    unsafe = [name for name, task in loaded["tasks"].items() if getattr(task, "UNSAFE_CODE", False)]
     if unsafe:
         raise QuantryError(f"the task {unsafe[0]} runs code that the model writes", fix="choose another task")
-    return found
+    return loaded
 
 
 @cache
 def _manager(with_names: bool) -> Any:
-    """The harness's index of tasks; reading the thousands that it brings takes several seconds."""
+    """Returns the harness's index of tasks; reading the thousands that it brings takes several seconds."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_defaults=with_names)
@@ -204,7 +209,7 @@ def _known(name: str, manager: Any) -> str:
 
 
 def _read(path: Path, folder: Path) -> dict[str, Any]:
-    """A task's YAML; data files of its own are found beside it, and their copy for reading is kept in `folder`."""
+    """Reads a task's YAML and finds its data files next to it; the harness caches them in `folder`."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     if not path.is_file():
@@ -223,7 +228,7 @@ def _read(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def _placed(files: Any, folder: Path) -> Any:
-    """Paths of data files, relative ones from the folder of the task's file; every one must exist."""
+    """Resolves paths of data files from the folder of the task's YAML; raises QuantryError if one is missing."""
     if isinstance(files, dict):
         return {split: _placed(each, folder) for split, each in files.items()}
     if isinstance(files, list | tuple):
@@ -237,9 +242,9 @@ def _placed(files: Any, folder: Path) -> Any:
 
 
 def _set_examples(task: Any, fewshot: int | None) -> None:
-    """As the harness's command does: a task that fixes itself at no examples is left so."""
-    own = task.get_config("num_fewshot")
-    if own is None or (fewshot is not None and own != 0):
+    """Sets the number of examples as the harness's command does: a task that is defined with 0 keeps 0."""
+    defined = task.get_config("num_fewshot")
+    if defined is None or (fewshot is not None and defined != 0):
         task.set_config(key="num_fewshot", value=fewshot or 0)
     task.set_fewshot_seed(seed=SEED)
 
@@ -248,42 +253,43 @@ def _unfit(task: str, error: Exception) -> QuantryError:
     words = str(error).strip().splitlines() or [""]
     return QuantryError(
         f"the task {task} cannot be run: {type(error).__name__}: {words[0]}",
-        fix="see that its YAML and every line of its data have the same fields; without a network, use data files",
+        fix="check that its YAML and every line of its data have the same fields; without a network, use data files",
     )
 
 
-def _result(name: str, found: Any, truncated: int) -> TaskResult:
-    keys = [key for key, value in found["results"][name].items() if "," in key and isinstance(value, int | float)]
+def _result(name: str, report: Any, truncated: int) -> TaskResult:
+    values = report["results"][name]
+    keys = [key for key, value in values.items() if "," in key and isinstance(value, int | float)]
     names = {key: _metric(key) for key in keys if not key.partition(",")[0].endswith("_stderr")}
-    better = found.get("higher_is_better", {}).get(name, {})
+    better = report.get("higher_is_better", {}).get(name, {})
     return TaskResult(
         task=name,
-        metrics={short: float(found["results"][name][key]) for key, short in names.items()},
+        metrics={short: float(values[key]) for key, short in names.items()},
         higher_is_better={short: bool(better.get(key.partition(",")[0], True)) for key, short in names.items()},
-        samples=_samples(found["samples"][name], set(names.values())),
+        samples=_samples(report["samples"][name], set(names.values())),
         truncated=truncated,
     )
 
 
 def _metric(key: str) -> str:
-    """The harness writes "acc,none": the filter is named only where there is one."""
-    metric, _, chosen = key.partition(",")
-    return metric if chosen == "none" else f"{metric},{chosen}"
+    """Returns the harness's key without the filter if there is none: "acc,none" becomes "acc"."""
+    metric, _, filtered = key.partition(",")
+    return metric if filtered == "none" else f"{metric},{filtered}"
 
 
-def _samples(rows: Sequence[Mapping[str, Any]], metrics: set[str]) -> tuple[Sample, ...]:
-    """One sample a question; the harness has one for each of a task's filters."""
-    found: dict[int, Sample] = {}
+def _samples(rows: Sequence[Mapping[str, Any]], metrics: set[str]) -> tuple[TaskSample, ...]:
+    """Returns one sample per question; the harness has one per question and filter."""
+    samples: dict[int, TaskSample] = {}
     for row in sorted(rows, key=lambda row: int(row["doc_id"])):
         names = {name: _metric(f"{name},{row['filter']}") for name in row["metrics"]}
         values = {
             short: float(row[name]) for name, short in names.items() if short in metrics and _is_number(row[name])
         }
-        answer = [one if len(one) > 1 else one[0] for one in row["resps"]]  # as given, before filters
+        answer = [response if len(response) > 1 else response[0] for response in row["resps"]]  # before filters
         number = int(row["doc_id"])
-        others = found[number].values if number in found else {}
-        found[number] = Sample(number, str(row["target"]), answer, {**others, **values})
-    return tuple(found.values())
+        others = samples[number].values if number in samples else {}
+        samples[number] = TaskSample(number, str(row["target"]), answer, {**others, **values})
+    return tuple(samples.values())
 
 
 def _is_number(value: Any) -> bool:

@@ -1,7 +1,7 @@
-"""A third model as judge: which of two answers is better, asked of any endpoint that speaks OpenAI's chat completions.
+"""A third model as judge of two answers, at any endpoint with OpenAI's chat completions.
 
-Judges prefer the answer they read first (or second), so each pair is shown in both orders, and a win is one that both
-orders give; anything else is a tie. The judge never learns which model is which.
+Judges prefer the answer they read first (or second), so each pair is shown in both orders: a win is a win in both,
+anything else is a tie. The judge never learns which model is which.
 """
 
 import os
@@ -22,7 +22,7 @@ Outcome = Literal["win", "tie", "loss"]
 
 TRIES = 4
 WORKERS = 4
-LONGEST_WAIT = 30.0  # seconds before the next try, whatever the endpoint asks for
+LONGEST_WAIT = 30.0  # seconds before the next try, even if the endpoint asks for more
 BUSY = (408, 429, 500, 502, 503, 504)
 INSTRUCTION = """You compare two answers to the same question. Judge correctness first, then how well an answer \
 follows the question, then clarity. Length and style do not matter. Reply with one word and nothing else: A if answer \
@@ -40,8 +40,8 @@ Which answer is better? Reply A, B or TIE."""
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where the judge is: `url` ends where "/chat/completions" begins; `key_variable` names an environment variable."""
+class JudgeEndpoint:
+    """The judge's address up to "/chat/completions"; `key_variable` names the environment variable of its API key."""
 
     url: str
     model: str
@@ -51,7 +51,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Wins, ties and losses of the quantized model against the 16-bit one; `p` is its chance if both are alike."""
+    """Wins, ties and losses of the quantized model; `p` is the probability of such a split if both are equally good."""
 
     model: str
     wins: int
@@ -59,7 +59,7 @@ class Judgement:
     losses: int
     p: float
     swayed: int  # pairs whose winner changed with the order
-    unclear: int  # replies that named no winner, taken as ties
+    unclear: int  # replies without a verdict, counted as ties
     outcomes: tuple[Outcome, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,45 +70,50 @@ def judge(
     questions: Sequence[str],
     base: Sequence[str],
     quantized: Sequence[str],
-    endpoint: Endpoint,
+    endpoint: JudgeEndpoint,
     *,
     progress: Progress | None = None,
 ) -> Judgement:
-    """Has every pair of answers judged; those that are the same are ties and cost nothing."""
+    """Has every pair of answers judged; equal answers are ties without a request.
+
+    Raises QuantryError if the endpoint cannot be reached, refuses, or mostly replies without a verdict.
+    """
     rows = list(zip(questions, base, quantized, strict=True))
-    asked = [number for number, (_, first, second) in enumerate(rows) if first.strip() != second.strip()]
-    words: dict[int, tuple[str, str]] = {}
+    different = [number for number, (_, first, second) in enumerate(rows) if first.strip() != second.strip()]
+    replies: dict[int, tuple[str, str]] = {}
     with _client(endpoint) as client, ThreadPoolExecutor(WORKERS) as pool:
-        waiting = {pool.submit(_both_orders, client, endpoint, *rows[number]): number for number in asked}
+        waiting = {pool.submit(_both_orders, client, endpoint, *rows[number]): number for number in different}
         try:
             for done in as_completed(waiting):
-                words[waiting[done]] = done.result()
+                replies[waiting[done]] = done.result()
                 if progress:
-                    progress(len(words), len(asked), "judging")
+                    progress(len(replies), len(different), "judging")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)  # the first refusal is enough
             raise
-    return _judgement(endpoint, len(rows), words)
+    return _judgement(endpoint, len(rows), replies)
 
 
-def _judgement(endpoint: Endpoint, count: int, words: dict[int, tuple[str, str]]) -> Judgement:
-    replies = [reply for pair in words.values() for reply in pair]
+def _judgement(endpoint: JudgeEndpoint, count: int, pairs: dict[int, tuple[str, str]]) -> Judgement:
+    replies = [reply for pair in pairs.values() for reply in pair]
     unclear = [reply for reply in replies if _winner(reply) is None]
     if len(unclear) * 2 > len(replies):
         raise QuantryError(
-            f"the judge {endpoint.model} named no winner in {len(unclear)} of {len(replies)} replies, such as "
+            f"the judge {endpoint.model} gave no verdict in {len(unclear)} of {len(replies)} replies, such as "
             f"{unclear[0][:80]!r}",
             fix="use a model that follows the instruction to reply A, B or TIE",
         )
-    decided = {number: (_winner(first), _winner(second)) for number, (first, second) in words.items()}
-    outcomes = tuple(_outcome(*decided[number]) if number in decided else "tie" for number in range(count))
+    winners = {number: (_winner(first), _winner(second)) for number, (first, second) in pairs.items()}
+    outcomes = tuple(_outcome(*winners[number]) if number in winners else "tie" for number in range(count))
     wins, ties, losses = (outcomes.count(name) for name in ("win", "tie", "loss"))
-    swayed = sum(pair in (("A", "A"), ("B", "B")) for pair in decided.values())
+    swayed = sum(pair in (("A", "A"), ("B", "B")) for pair in winners.values())
     return Judgement(endpoint.model, wins, ties, losses, sign_test(losses, wins), swayed, len(unclear), outcomes)
 
 
-def _both_orders(client: httpx.Client, endpoint: Endpoint, question: str, base: str, quantized: str) -> tuple[str, str]:
-    """The replies with the quantized model's answer second, then first."""
+def _both_orders(
+    client: httpx.Client, endpoint: JudgeEndpoint, question: str, base: str, quantized: str
+) -> tuple[str, str]:
+    """Returns the replies with the quantized model's answer second, then first."""
     orders = ((base, quantized), (quantized, base))
     first, second = (_reply(client, endpoint, QUESTION.format(question=question, first=a, second=b)) for a, b in orders)
     return first, second
@@ -121,20 +126,20 @@ def _outcome(quantized_second: str | None, quantized_first: str | None) -> Outco
 
 
 def _winner(reply: str) -> str | None:
-    """The last verdict in a reply: a model that reasons first comes to it at the end."""
-    found = re.findall(r"(?<![\w'])(A|B|TIE|Tie|tie)(?![\w'])", reply)
-    return found[-1].upper() if found else None
+    """Returns the last verdict in a reply: a model that reasons first gives it at the end."""
+    verdicts = re.findall(r"(?<![\w'])(A|B|TIE|Tie|tie)(?![\w'])", reply)
+    return verdicts[-1].upper() if verdicts else None
 
 
-def _client(endpoint: Endpoint) -> httpx.Client:
+def _client(endpoint: JudgeEndpoint) -> httpx.Client:
     if not re.match(r"https?://[^/]", endpoint.url):
         raise QuantryError(
-            f"the judge's address {endpoint.url!r} is no http address", fix="give one like http://localhost:8000/v1"
+            f"the judge's address {endpoint.url!r} is not an http address", fix="give one like http://localhost:8000/v1"
         )
     try:
         return httpx.Client(timeout=endpoint.timeout, headers=_authorization(endpoint.key_variable))
     except (httpx.InvalidURL, ValueError) as error:  # of a proxy in the environment
-        raise QuantryError(f"cannot reach out to the judge: {error}", fix="check HTTP_PROXY and HTTPS_PROXY") from error
+        raise QuantryError(f"cannot connect to the judge: {error}", fix="check HTTP_PROXY and HTTPS_PROXY") from error
 
 
 def _authorization(variable: str | None) -> dict[str, str]:
@@ -149,11 +154,11 @@ def _authorization(variable: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def _reply(client: httpx.Client, endpoint: Endpoint, question: str) -> str:
+def _reply(client: httpx.Client, endpoint: JudgeEndpoint, question: str) -> str:
     messages = [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": question}]
     body: dict[str, Any] = {"model": endpoint.model, "messages": messages, "temperature": 0}
     response = _post(client, endpoint, body)
-    if response.status_code == 400 and "temperature" in response.text:  # reasoning models take their own only
+    if response.status_code == 400 and "temperature" in response.text:  # reasoning models do not accept one
         del body["temperature"]
         response = _post(client, endpoint, body)
     if response.status_code != 200:
@@ -161,8 +166,8 @@ def _reply(client: httpx.Client, endpoint: Endpoint, question: str) -> str:
     return _content(endpoint, response)
 
 
-def _post(client: httpx.Client, endpoint: Endpoint, body: dict[str, Any]) -> httpx.Response:
-    """Sends a request, again after a while when the endpoint is busy."""
+def _post(client: httpx.Client, endpoint: JudgeEndpoint, body: dict[str, Any]) -> httpx.Response:
+    """Sends a request, and repeats it after a while if the endpoint is busy."""
     url = endpoint.url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
     for number in range(TRIES):
         try:
@@ -170,7 +175,7 @@ def _post(client: httpx.Client, endpoint: Endpoint, body: dict[str, Any]) -> htt
         except httpx.TimeoutException as error:
             raise QuantryError(
                 f"the judge at {endpoint.url} did not reply within {endpoint.timeout:g} seconds",
-                fix="see that it is running, or allow it more time",
+                fix="check that it is running",
             ) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise QuantryError(
@@ -184,12 +189,12 @@ def _post(client: httpx.Client, endpoint: Endpoint, body: dict[str, Any]) -> htt
 
 
 def _wait(response: httpx.Response, number: int) -> float:
-    """Seconds before the next try: what the endpoint asks for, or twice as long each time."""
-    asked = response.headers.get("retry-after", "")
-    return min(LONGEST_WAIT, float(asked) if re.fullmatch(r"\d+(\.\d+)?", asked) else 0.5 * 2**number)
+    """Returns the seconds before the next try: those of the Retry-After header, or twice as long each time."""
+    seconds = response.headers.get("retry-after", "")
+    return min(LONGEST_WAIT, float(seconds) if re.fullmatch(r"\d+(\.\d+)?", seconds) else 0.5 * 2**number)
 
 
-def _refused(endpoint: Endpoint, response: httpx.Response) -> QuantryError:
+def _refused(endpoint: JudgeEndpoint, response: httpx.Response) -> QuantryError:
     code, variable = response.status_code, endpoint.key_variable
     fixes = {
         401: f"check the key in {variable}" if variable else "name the environment variable that holds its API key",
@@ -198,17 +203,17 @@ def _refused(endpoint: Endpoint, response: httpx.Response) -> QuantryError:
     }
     fix = fixes.get(code, "try again later" if code in BUSY else "check the address and the model's name")
     key = response.request.headers.get("authorization", "").removeprefix("Bearer ")
-    text = response.text.replace(key, "***") if key else response.text  # some servers say the key they refuse
+    text = response.text.replace(key, "***") if key else response.text  # some servers repeat the key they refuse
     words = " ".join(text.split())[:200] or response.reason_phrase
     return QuantryError(f"the judge at {endpoint.url} refused with status {code}: {words}", fix=fix)
 
 
-def _content(endpoint: Endpoint, response: httpx.Response) -> str:
+def _content(endpoint: JudgeEndpoint, response: httpx.Response) -> str:
     try:
         content = response.json()["choices"][0]["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
         raise QuantryError(
-            f"the judge at {endpoint.url} replied something else than a chat completion: {response.text[:80]!r}",
+            f"the judge at {endpoint.url} did not reply with a chat completion: {response.text[:80]!r}",
             fix="check that the address is of an OpenAI-compatible server, usually ending in /v1",
         ) from error
     return content if isinstance(content, str) else ""

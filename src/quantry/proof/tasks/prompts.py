@@ -1,39 +1,40 @@
-"""A person's own prompts, asked of the 16-bit model and of the quantized one, and how far the answers agree.
+"""The user's own prompts, put to the 16-bit model and to the quantized one, and how far their answers agree.
 
 Prompts are JSON lines, one object each:
 
     {"prompt": "The capital of France is", "answer": "Paris"}
     {"messages": [{"role": "user", "content": "What is 2 plus 3?"}], "answer": ["5", "five"], "match": "exact"}
 
-`prompt` is text that the model goes on with, as it stands; `messages` go through its chat template. `answer` (one text
-or several, any of which counts) is optional, and so are `id` and `match`: "contains" (the default, since a model asked
-in prose answers in prose) wants the words of an answer somewhere in what was written, "exact" wants nothing else.
-Texts are compared without regard to case, white space and punctuation at the ends.
+The model continues the text of `prompt` unchanged; `messages` go through its chat template. `answer` (one text or
+several, any of which counts), `id` and `match` are optional. "contains" (the default, since a model answers prose with
+prose) accepts an answer anywhere in the generated text, "exact" only the answer alone. Comparison ignores case, white
+space, and punctuation at the ends.
 """
 
 import json
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from quantry.errors import QuantryError
-from quantry.proof.divergence import Interval
+from quantry.proof.interval import Interval
 from quantry.proof.tasks.answers import Answers
 from quantry.proof.tasks.significance import Paired, mean, paired
 from quantry.types import Progress
 
 Match = Literal["contains", "exact"]
 MAX_TOKENS = 128
-AGREEMENT = 0.85  # the handbook: below this share, a higher bit width or another group size is worth considering
+AGREEMENT = 0.85  # below this share, more bits or another group size are worth considering
 FIX = 'every line is an object with "prompt" or "messages", and optionally "answer", "match" and "id"'
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One question: `text` for a model to go on with, or `messages` for its chat template."""
+    """One question: `text` for a model to continue, or `messages` for its chat template."""
 
     id: str
     text: str | None = None
@@ -43,15 +44,15 @@ class Prompt:
 
     @property
     def question(self) -> str:
-        """What was asked, for a person or a judge to read."""
-        return (
-            self.text if self.text is not None else "\n\n".join(f"{m['role']}: {m['content']}" for m in self.messages)
-        )
+        """The question as a person or a judge reads it."""
+        if self.text is not None:
+            return self.text
+        return "\n\n".join(f"{message['role']}: {message['content']}" for message in self.messages)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRecord:
-    """What became of one prompt; `base_correct` and `quantized_correct` are None where there is no expected answer."""
+    """The answers to one prompt; `base_correct` and `quantized_correct` are None if it has no expected answer."""
 
     id: str
     base: str
@@ -63,7 +64,7 @@ class PromptRecord:
 
 @dataclass(frozen=True, slots=True)
 class PromptReport:
-    """Both models on the same prompts. `exact`, `contained` and `correct` are None when no prompt has an answer."""
+    """Both models on the same prompts. `exact`, `contained` and `correct` are None if no prompt has an answer."""
 
     prompts: int
     with_answer: int
@@ -79,44 +80,48 @@ class PromptReport:
 
 
 def read_prompts(file: Path | str) -> list[Prompt]:
-    """Reads a file of JSON lines; blank lines are passed over."""
+    """Reads a file of JSON lines, without the blank ones.
+
+    Raises QuantryError if it cannot be read, has no prompts, a wrong field or an id twice.
+    """
     path = Path(file)
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise QuantryError(f"cannot read {path}: {error}", fix="give a file of JSON lines in UTF-8") from error
-    found = [
+    prompts = [
         _prompt(line, f"{path}, line {number}", str(number)) for number, line in enumerate(lines, 1) if line.strip()
     ]
-    if not found:
+    if not prompts:
         raise QuantryError(f"{path} has no prompts", fix=FIX)
-    seen: set[str] = set()
-    for prompt in found:
-        if prompt.id in seen:
-            raise QuantryError(f"{path} has the id {prompt.id} twice", fix="give each prompt an id of its own, or none")
-        seen.add(prompt.id)
-    return found
+    name, count = Counter(prompt.id for prompt in prompts).most_common(1)[0]
+    if count > 1:
+        raise QuantryError(f"{path} has the id {name} {count} times", fix="give each prompt a unique id, or none")
+    return prompts
 
 
 def ask(
     prompts: Sequence[Prompt], answers: Answers, *, max_tokens: int = MAX_TOKENS, progress: Progress | None = None
 ) -> list[str]:
-    """What a model writes after each prompt."""
-    asked = [
-        answers.encode(answers.chat(prompt.messages) if prompt.text is None else prompt.text) for prompt in prompts
-    ]
-    for prompt, tokens in zip(prompts, asked, strict=True):
+    """Returns a model's answer to each prompt. Raises QuantryError if prompt and answer do not fit the context."""
+    encoded = [tokens_of(prompt, answers) for prompt in prompts]
+    for prompt, tokens in zip(prompts, encoded, strict=True):
         if not 0 < len(tokens) <= answers.context - max_tokens:
             raise QuantryError(
-                f"prompt {prompt.id} has {len(tokens)} tokens, where {max_tokens} to be written leave room for 1 to "
+                f"prompt {prompt.id} has {len(tokens)} tokens, and an answer of {max_tokens} leaves room for 1 to "
                 f"{answers.context - max_tokens} in a context of {answers.context}",
-                fix="shorten it, write fewer tokens, or use a larger context",
+                fix="shorten it, allow fewer tokens for the answer, or use a larger context",
             )
-    return [answers.decode(tokens) for tokens in answers.generate(asked, max_tokens, progress=progress)]
+    return [answers.decode(tokens) for tokens in answers.generate(encoded, max_tokens, progress=progress)]
+
+
+def tokens_of(prompt: Prompt, answers: Answers) -> list[int]:
+    """Returns the tokens of a prompt; messages go through the model's chat template."""
+    return answers.encode(answers.chat(prompt.messages) if prompt.text is None else prompt.text)
 
 
 def compare(prompts: Sequence[Prompt], base: Sequence[str], quantized: Sequence[str]) -> PromptReport:
-    """Sets the answers of the 16-bit model and of the quantized one side by side."""
+    """Compares the answers of the 16-bit model and of the quantized one, prompt by prompt."""
     records = [_record(*each) for each in zip(prompts, base, quantized, strict=True)]
     if not records:
         raise QuantryError("there are no prompts to compare", fix=FIX)
@@ -136,14 +141,14 @@ def compare(prompts: Sequence[Prompt], base: Sequence[str], quantized: Sequence[
 
 
 def normalized(text: str) -> str:
-    """A text as it is compared: lower case, single spaces, no punctuation at its ends."""
+    """Returns a text in the form that is compared: lower case, single spaces, no punctuation at its ends."""
     words = " ".join(unicodedata.normalize("NFC", text).casefold().split())
     stripped = re.sub(r"^[^\w+\-$€£]+|[^\w%°+#]+$", "", words)
     return stripped or words  # "?" and "?!" stay different
 
 
 def is_match(written: str, answers: Sequence[str], match: Match) -> bool:
-    """Whether a text is one of the answers, or contains the words of one."""
+    """Returns True if a text equals one of the answers, or contains the words of one if `match` is "contains"."""
     text = normalized(written)
     return any(
         _contains(text, normalized(answer)) if match == "contains" else text == normalized(answer) for answer in answers
@@ -151,7 +156,7 @@ def is_match(written: str, answers: Sequence[str], match: Match) -> bool:
 
 
 def _contains(text: str, answer: str) -> bool:
-    """Whole words only: "5" is not in "15" nor in "5.2", and "no" is not in "know"."""
+    """Searches for whole words only: "5" is not in "15" nor in "5.2", and "no" is not in "know"."""
     return re.search(rf"(?<![\w])(?<!\d[.,]){re.escape(answer)}(?!\w)(?![.,]\d)", text) is not None
 
 
@@ -169,18 +174,18 @@ def _paired(pairs: Sequence[tuple[bool | None, bool | None]]) -> Paired | None:
 
 
 def _warnings(agreement: Interval, correct: Paired | None) -> list[str]:
-    found = []
+    warnings = []
     if agreement.value < AGREEMENT:
-        found.append(
+        warnings.append(
             f"the quantized model answers {agreement.value:.0%} of the prompts as the 16-bit model does, less than "
             f"{AGREEMENT:.0%}; consider more bits or smaller groups"
         )
     if correct and correct.quantized < AGREEMENT * correct.base:
-        found.append(
+        warnings.append(
             f"right are {correct.quantized:.0%} of the quantized answers and {correct.base:.0%} of the 16-bit ones: "
             f"less than {AGREEMENT:.0%} as often; consider more bits or smaller groups"
         )
-    return found
+    return warnings
 
 
 def _prompt(line: str, where: str, number: str) -> Prompt:
@@ -189,7 +194,7 @@ def _prompt(line: str, where: str, number: str) -> Prompt:
     except (json.JSONDecodeError, RecursionError) as error:
         raise QuantryError(f"{where} is not JSON: {error}", fix=FIX) from error
     if not isinstance(row, dict) or (("prompt" in row) == ("messages" in row)):
-        raise QuantryError(f'{where} has not one of "prompt" and "messages"', fix=FIX)
+        raise QuantryError(f'{where} needs either "prompt" or "messages"', fix=FIX)
     strange = sorted(set(row) - {"prompt", "messages", "answer", "match", "id"})
     if strange:
         raise QuantryError(f"{where} has the unknown field {strange[0]}", fix=FIX)
@@ -198,7 +203,7 @@ def _prompt(line: str, where: str, number: str) -> Prompt:
         raise QuantryError(f"{where} has match {match!r}", fix='"match" is "contains" or "exact"')
     given = row.get("id", number)
     if not isinstance(given, str | int):
-        raise QuantryError(f"{where} has an id that is no text: {given!r}", fix=FIX)
+        raise QuantryError(f"{where} has an id that is not text: {given!r}", fix=FIX)
     return Prompt(str(given), _text(row, where), _messages(row, where), _answers(row, where), match)
 
 
@@ -207,7 +212,7 @@ def _text(row: Mapping[str, Any], where: str) -> str | None:
         return None
     text = row["prompt"]
     if not isinstance(text, str) or not text:
-        raise QuantryError(f"{where} has a prompt that is no text", fix=FIX)
+        raise QuantryError(f"{where} has a prompt that is not text", fix=FIX)
     return text
 
 
@@ -219,7 +224,7 @@ def _messages(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ..
     )
     if not is_right or (not messages and "messages" in row):
         raise QuantryError(
-            f"{where} has messages that are not all a role and a content",
+            f"{where} has messages that are not a list of roles and contents",
             fix='write them as [{"role": "user", "content": "..."}]',
         )
     return tuple(messages)
@@ -229,5 +234,5 @@ def _answers(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
     given = row.get("answer", [])
     answers = given if isinstance(given, list) else [given]
     if not all(isinstance(answer, str) and answer.strip() for answer in answers) or ("answer" in row and not answers):
-        raise QuantryError(f"{where} has an answer that is no text", fix='"answer" is a text or a list of texts')
+        raise QuantryError(f"{where} has an answer that is not text", fix='"answer" is a text or a list of texts')
     return tuple(answers)

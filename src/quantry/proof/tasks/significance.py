@@ -1,9 +1,9 @@
-"""Whether a difference between two models on the same questions can be chance.
+"""Tests if a difference between two models on the same questions can be chance.
 
-The questions are the same for both, so only the pairs say something: a question both get right tells nothing of their
-difference. Right or wrong goes to McNemar's test in its exact form (under chance, a question on which they differ is as
-likely to fall either way, so the count is binomial with one half), which holds for ten questions as for ten thousand.
-Other numbers go to a bootstrap over questions: they are drawn anew with replacement, each with both of its values.
+Both models get the same questions, so only pairs count: a question that both answer right says nothing about their
+difference. Right and wrong answers go to the exact form of McNemar's test (under chance, a question on which they
+differ falls either way with probability one half, so the count is binomial), which is valid for ten questions as for
+ten thousand. Other numbers go to a bootstrap that draws questions with replacement, each with both of its values.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from math import comb
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from quantry.proof.divergence import Interval
+from quantry.proof.interval import Interval
 
 RESAMPLES = 5000
 LEVEL = 0.95
@@ -22,7 +22,7 @@ DRAWS = 1 << 20  # indices held at once: a bootstrap over 10,000 questions would
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Right and wrong answers of two models to the same questions, and the chance of so uneven a split."""
+    """Right and wrong answers of two models to the same questions, and the probability of so uneven a split."""
 
     both: int
     only_base: int
@@ -33,7 +33,7 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """One number of two models on the same questions: `difference` is quantized less base."""
+    """One number of two models on the same questions: `difference` is quantized minus base."""
 
     base: float
     quantized: float
@@ -42,32 +42,32 @@ class Paired:
 
 
 def mcnemar(base: Sequence[bool], quantized: Sequence[bool]) -> Pairs:
-    """The exact two-sided test of McNemar."""
+    """Runs the exact two-sided test of McNemar."""
     _same_length(base, quantized)
     both, only_base, only_quantized, neither = (
-        sum((bool(first), bool(second)) == kind for first, second in zip(base, quantized, strict=True))
-        for kind in ((True, True), (True, False), (False, True), (False, False))
+        sum((bool(first), bool(second)) == case for first, second in zip(base, quantized, strict=True))
+        for case in ((True, True), (True, False), (False, True), (False, False))
     )
     return Pairs(both, only_base, only_quantized, neither, sign_test(only_base, only_quantized))
 
 
 def sign_test(losses: int, wins: int) -> float:
-    """The chance that fair coins fall at least as unevenly as `losses` to `wins`."""
+    """Returns the probability that fair coins fall at least as unevenly as `losses` to `wins`."""
     tosses = losses + wins
     tail = sum(comb(tosses, count) for count in range(min(losses, wins) + 1))
-    return min(1.0, 2 * tail / (1 << tosses))  # integers up to the division, so that nothing is rounded before it
+    return min(1.0, 2 * tail / (1 << tosses))  # integers up to the division: nothing is rounded before it
 
 
 def mean(values: ArrayLike, seed: int = 0) -> Interval:
-    """A mean with its 95 % interval by bootstrap."""
-    found = _values(values)
-    low, high = _ends(_means(found, seed))
-    return Interval(float(found.mean()), low, high)
+    """Returns a mean with its 95 % interval by bootstrap."""
+    numbers = _numbers(values)
+    low, high = _ends(_means(numbers, seed))
+    return Interval(float(numbers.mean()), low, high)
 
 
 def paired(base: ArrayLike, quantized: ArrayLike, seed: int = 0) -> Paired:
-    """Two means over the same questions: McNemar's test for right and wrong, the bootstrap for anything else."""
-    first, second = _values(base), _values(quantized)
+    """Compares two means over the same questions: McNemar's test for right and wrong, the bootstrap otherwise."""
+    first, second = _numbers(base), _numbers(quantized)
     _same_length(first, second)
     difference = second - first
     drawn = _means(difference, seed)
@@ -77,11 +77,11 @@ def paired(base: ArrayLike, quantized: ArrayLike, seed: int = 0) -> Paired:
     return Paired(float(first.mean()), float(second.mean()), Interval(float(difference.mean()), low, high), p)
 
 
-def _values(values: ArrayLike) -> NDArray[np.float64]:
-    found = np.asarray(values, np.float64)
-    if found.ndim != 1 or not len(found):
-        raise ValueError(f"a mean needs a list of at least one number, not shape {found.shape}")
-    return found
+def _numbers(values: ArrayLike) -> NDArray[np.float64]:
+    numbers = np.asarray(values, np.float64)
+    if numbers.ndim != 1 or not len(numbers):
+        raise ValueError(f"a mean needs a list of at least one number, not shape {numbers.shape}")
+    return numbers
 
 
 def _same_length(base: Sequence[bool] | NDArray[np.float64], quantized: Sequence[bool] | NDArray[np.float64]) -> None:
@@ -90,7 +90,7 @@ def _same_length(base: Sequence[bool] | NDArray[np.float64], quantized: Sequence
 
 
 def _means(values: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
-    """The means of samples drawn with replacement; the seed makes a report the same each time."""
+    """Returns the means of samples drawn with replacement; the seed makes reports reproducible."""
     generator = np.random.default_rng(seed)
     rows = max(1, DRAWS // len(values))
     pieces = [min(rows, RESAMPLES - start) for start in range(0, RESAMPLES, rows)]
@@ -103,6 +103,6 @@ def _ends(means: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def _bootstrap_p(means: NDArray[np.float64]) -> float:
-    """Twice the share of resampled differences on the far side of zero; never less than the resamples can show."""
+    """Returns twice the share of resampled differences on the far side of zero, at least what resamples can show."""
     least = min((means <= 0).sum(), (means >= 0).sum())
     return min(1.0, 2 * (float(least) + 1) / (len(means) + 1))

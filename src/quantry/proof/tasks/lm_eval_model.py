@@ -1,4 +1,4 @@
-"""A model that can be asked, as lm-evaluation-harness wants one. Imported when tasks run, since it is optional."""
+"""A model with the interface of lm-evaluation-harness. Imported when tasks run, since the harness is optional."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,18 +12,18 @@ from quantry.errors import QuantryError
 from quantry.proof.tasks.answers import Answers, Pair
 from quantry.types import Progress
 
-MAX_TOKENS = 256  # written where a task does not say; as in the harness
-LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # all mean the same to the harness
+MAX_TOKENS = 256  # of an answer, if the task does not say; as in the harness
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # synonyms in the harness
 
 
-class AskedModel(TemplateLM):  # type: ignore[misc]
-    """Texts become tokens as in the harness's own `hf` model: a pair is encoded whole and cut after its context."""
+class LmEvalModel(TemplateLM):  # type: ignore[misc]
+    """Encodes texts as the harness's own `hf` model does: context and continuation together, then cut apart."""
 
     def __init__(self, answers: Answers, progress: Progress | None = None) -> None:
         super().__init__()
         self.answers, self.progress = answers, progress
-        self.failed = False  # whether an error came from the model and not from a task
-        self.truncated: dict[str, int] = {}  # task -> requests that lost their start
+        self.failed = False  # True if an error came from the model and not from a task
+        self.truncated: dict[str, int] = {}  # task -> requests cut at the start
 
     @property
     def eot_token_id(self) -> int:
@@ -41,18 +41,18 @@ class AskedModel(TemplateLM):  # type: ignore[misc]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         self._requests = requests
-        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
-        return found
+        scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        return scores
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         for request, (_texts, before, after) in zip(self._requests, requests, strict=True):
-            self._note(request, len(before) + len(after) - 1)
+            self._count_truncated(request, len(before) + len(after) - 1)
         return self._scores([(before, after) for _texts, before, after in requests])
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        """The log-probability of whole texts, in windows that each go on where the one before ended."""
+        """Returns the log-probability of whole texts, in windows that each continue where the last one ended."""
         windows = [
             (number, make_disjoint_window(window))
             for number, request in enumerate(requests)
@@ -72,36 +72,36 @@ class AskedModel(TemplateLM):  # type: ignore[misc]
         groups: dict[tuple[int, tuple[str, ...]], list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(_settings(request.args[1]), []).append(number)
-        found: dict[int, str] = {}
+        answers: dict[int, str] = {}
         for (count, stops), numbers in groups.items():
             prompts = [self._prompt(requests[number], count) for number in numbers]
-            with self._asking():
-                written = self.answers.generate(prompts, count, stops, self.progress)
-            texts = [_before_stop(self.answers.decode(tokens), stops) for tokens in written]
-            found.update(zip(numbers, texts, strict=True))
-        return [found[number] for number in range(len(requests))]
+            with self._noting_failure():
+                generated = self.answers.generate(prompts, count, stops, self.progress)
+            texts = [_before_stop(self.answers.decode(tokens), stops) for tokens in generated]
+            answers.update(zip(numbers, texts, strict=True))
+        return [answers[number] for number in range(len(requests))]
 
     def _prompt(self, request: Instance, count: int) -> list[int]:
         room = self.answers.context - count
         if room < 1:
             raise QuantryError(
-                f"{request.task_name} wants {count} tokens written in a context of {self.answers.context}",
+                f"{request.task_name} asks for {count} tokens in a context of {self.answers.context}",
                 fix="set a smaller max_gen_toks in its generation_kwargs, or use a larger context",
             )
         tokens = self.tok_encode(request.args[0])
-        self._note(request, len(tokens) + count)
+        self._count_truncated(request, len(tokens) + count)
         return tokens[-room:]
 
     def _scores(self, pairs: list[Pair]) -> list[tuple[float, bool]]:
-        with self._asking():
+        with self._noting_failure():
             return self.answers.loglikelihoods(pairs, self.progress)
 
-    def _note(self, request: Instance, tokens: int) -> None:
+    def _count_truncated(self, request: Instance, tokens: int) -> None:
         if tokens > self.answers.context:
             self.truncated[request.task_name] = self.truncated.get(request.task_name, 0) + 1
 
     @contextmanager
-    def _asking(self) -> Iterator[None]:
+    def _noting_failure(self) -> Iterator[None]:
         try:
             yield
         except Exception:
@@ -110,10 +110,10 @@ class AskedModel(TemplateLM):  # type: ignore[misc]
 
 
 def _settings(given: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
-    """How much to write at most, and before what to stop; sampling is refused: it would differ each time."""
+    """Returns the longest answer and the stops of a request. Raises QuantryError if it samples."""
     if given.get("do_sample") and given.get("temperature", 1.0) != 0:
         raise QuantryError(
-            "a task that samples gets another answer each time", fix="set do_sample: false in its generation_kwargs"
+            "a task that samples gives another answer each time", fix="set do_sample: false in its generation_kwargs"
         )
     until = given.get("until") or ()
     count = next((int(given[name]) for name in LENGTHS if given.get(name) is not None), MAX_TOKENS)
