@@ -10,6 +10,7 @@ from typing import Any
 import typer.main
 
 from quantry.cli import app
+from quantry.cli._flags import filled
 from quantry.planning.matrices import MAKERS, markdown
 from quantry.quantizing.recipe import presets
 
@@ -23,7 +24,7 @@ def commands_page() -> str:
     sections = [NOTICE, "# Commands\n"]
     for name, command in sorted(group.commands.items()):
         rows = [
-            f"| `{' '.join(parameter.opts)}` | {parameter.help or ''} | {_default(parameter)} |"
+            f"| `{' '.join(parameter.opts)}` | {filled(parameter.help)} | {_default(parameter)} |"
             for parameter in command.params
         ]
         sections += [

@@ -216,7 +216,7 @@ def test_what_fails_the_gate_is_followed_by_what_loses_less(done: Run, tmp_path:
     shown = CliRunner().invoke(app, ["run", "demo", "-o", str(out), "--windows", "1", "--device", "cpu"])
     assert shown.exit_code == 1, shown.output
     assert "too much is lost" in shown.stdout
-    assert "the gate general is failed, so it is not served" in shown.stdout
+    assert "the gate general failed, so the model is not served" in shown.stdout
 
 
 def test_what_is_tried_after_a_failure(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 import make_plan
+from command import imported
+from command import process as run
 from quantry.devices.catalogue import catalogue, parse
 from quantry.engines import engines, flags, latest
 from quantry.errors import QuantryError, UnknownNameError
@@ -23,7 +25,6 @@ from quantry.planning.feasibility import agrees, used_facts
 from quantry.planning.models import open_model
 from quantry.planning.plan import Plan, plan
 from quantry.quantizing.recipe import presets
-from test_cli import imported, run
 
 GOLDENS = Path(__file__).parent
 CASES = json.loads((GOLDENS / "plan_cases.json").read_text())

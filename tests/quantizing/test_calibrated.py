@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import quantry
+from command import process as command
 from killed_jobs import contents
 from quantry import registry
 from quantry.blockwise.walk import run
@@ -33,7 +34,6 @@ from quantry.quantizing.calibration.text import Data, load
 from quantry.quantizing.recipe import from_options, presets
 from quantry.quantizing.tensor_plan import by_block, divide
 from quantry.types import Grid, QTensor, Scheme, Stats
-from test_cli import run as command
 from test_quantize import decoded
 
 pytestmark = pytest.mark.usefixtures("exact_store")

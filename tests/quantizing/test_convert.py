@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import quantry
+from command import process as run
 from killed_jobs import contents
 from quantry.errors import QuantryError
 from quantry.numerics.grids import dequantize
 from quantry.quantizing.quantized_model import QuantizedModel
-from test_cli import run
 from test_quantize import CONFIG, llama_shapes, write_model
 
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import quantry
+from command import process as run
 from killed_jobs import contents, kill_and_resume
 from quantry import registry
 from quantry.errors import QuantryError
@@ -23,7 +24,6 @@ from quantry.quantizing import makers
 from quantry.quantizing.recipe import presets
 from quantry.quantizing.tensor_plan import Piece
 from quantry.types import Scheme
-from test_cli import run
 
 BUILT = [  # GGUF is another container: tests/test_gguf.py
     (preset.name, form)

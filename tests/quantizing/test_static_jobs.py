@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import quantry
+from command import process as command
 from killed_jobs import contents
 from quantry.blockwise.walk import run
 from quantry.errors import QuantryError
@@ -19,7 +20,6 @@ from quantry.proof.sources import open_source
 from quantry.quantizing.calibration.text import load
 from quantry.quantizing.quantized_model import QuantizedModel
 from quantry.quantizing.recipe import presets
-from test_cli import run as command
 from test_observe import inputs_of
 from test_quantize import CONFIG, llama_shapes
 from test_quantize import write_model as write_plain

@@ -1,7 +1,7 @@
-"""The command line: one file a command, a thin skin over the function of the same name.
+"""The command line: one thin file a command.
 
-A command's file is found by its name (see registry.py) and holds one function `command`. Nothing heavy is imported
-before a command runs, so `quantry --help` is instant.
+A command's file is found by its name (see registry.py). Its function `command` calls the Python function of the same
+name and prints the result. It imports what it needs when it runs, so `quantry --help` is instant.
 """
 
 import sys
@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from quantry import __version__, registry
+from quantry.cli._flags import Command
 from quantry.errors import QuantryError
 
 app = typer.Typer(
@@ -22,8 +23,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"quantry {__version__}")
         raise typer.Exit
 
@@ -38,17 +39,17 @@ def _options(
 
 
 for _name in registry.choices("quantry.cli"):
-    app.command(_name)(registry.load("quantry.cli", _name).command)
+    app.command(_name, cls=Command)(registry.load("quantry.cli", _name).command)
 
 
 def main() -> NoReturn:
-    """Runs the command line. An error of the user's is one line and its exit code, never a traceback."""
+    """Runs the command line; a QuantryError becomes one line on standard error and its exit code."""
     try:
         app()
     except QuantryError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        print("interrupted; a job that writes goes on where it was when it is started again", file=sys.stderr)
+        print("interrupted; started again, a job continues where it stopped", file=sys.stderr)
         sys.exit(130)
     sys.exit(0)

@@ -1,9 +1,18 @@
-"""Flags that several commands share, word for word."""
+"""Flags that several commands share, and the names that help texts list.
 
+A help text writes `{rounders}` where it lists the names that may be given. The names are looked up when a command's
+help is shown: `quantry --help` stays instant, and a plug-in of another package is listed like a built-in one.
+"""
+
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
+
+from quantry import registry
 
 Extra = Annotated[
     list[str] | None, typer.Argument(metavar="[-- ENGINE FLAGS]", help="Words for the engine itself, after `--`.")
@@ -14,7 +23,7 @@ PromptTokens = Annotated[
 AnswerTokens = Annotated[str, typer.Option(help="Tokens of an answer, in the same way.")]
 Dataset = Annotated[str | None, typer.Option(help="Prompts from a file (JSON lines, CSV, parquet, text) or a hub id.")]
 Tokenizer = Annotated[
-    str | None, typer.Option(help="A folder, .gguf file or hub id to count with; else as the server tells.")
+    str | None, typer.Option(help="A folder, .gguf file or hub id to count tokens with; else the server's own.")
 ]
 Chat = Annotated[bool, typer.Option("--chat", help="Ask for chats rather than completions.")]
 GuidellmPython = Annotated[
@@ -30,3 +39,90 @@ EnginePython = Annotated[
 EngineBin = Annotated[Path | None, typer.Option(help="The engine's program, such as a llama-server of yours.")]
 Image = Annotated[str | None, typer.Option(help="Run the engine from this container image.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+Checkpoint = Annotated[str, typer.Argument(help="A folder, a hub id (owner/name) or the word demo.")]
+NewFolder = Annotated[Path, typer.Option("-o", "--output", help="The folder to write; new or empty.")]
+Use = Annotated[str | None, typer.Option("--for", help="What the model is for: {uses}.")]
+Text = Annotated[Path | None, typer.Option(help="A text file to measure on; else the stories of the demo.")]
+Windows = Annotated[int, typer.Option(help="Windows of the text to measure on; 0 for all.")]
+WindowLength = Annotated[int, typer.Option(help="Tokens of a window.")]
+Gate = Annotated[str, typer.Option(help="What the model is for, which sets the limits: {gates}.")]
+Data = Annotated[
+    Path | None,
+    typer.Option(help="Text, JSON lines, parquet or a datasets folder to calibrate on; else a built-in text."),
+]
+Samples = Annotated[int | None, typer.Option(help="Windows to calibrate on; 128 if left out.")]
+SampleLength = Annotated[int | None, typer.Option(help="Tokens of a window to calibrate on; 2048 if left out.")]
+Device = Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and stop.")]
+Report = Annotated[
+    bool, typer.Option("--report/--no-report", help="Write report.html and report.png beside the model.")
+]
+
+
+class Command(TyperCommand):
+    """A command whose help texts list names."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        for parameter in self.params:
+            parameter.help = filled(parameter.help)  # type: ignore[attr-defined]
+        super().format_help(ctx, formatter)
+
+
+def filled(text: str | None) -> str:
+    """Puts the names that may be given in place of `{rounders}`, `{gates}`, ... in a help text."""
+    return re.sub(r"\{(\w+)\}", lambda word: spelled(NAMES[word[1]]()), text or "")
+
+
+def spelled(names: Iterable[str]) -> str:
+    """Spells a list as English does: `a, b or c`."""
+    *most, last = names
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _engines() -> Iterable[str]:
+    from quantry.engines import engines
+
+    return engines()
+
+
+def _folder_formats() -> Iterable[str]:
+    """Returns the formats that `quantry convert` writes; GGUF files are written from 16 bit only."""
+    return (name for name in registry.choices("quantry.formats") if name != "gguf")
+
+
+def _kv_caches() -> Iterable[str]:
+    from quantry.quantizing.recipe import KV
+
+    return KV
+
+
+def _gates() -> Iterable[str]:
+    from quantry.proof.gate import uses
+
+    return uses()
+
+
+def _uses() -> Iterable[str]:
+    from quantry.planning.rules import uses
+
+    return uses()
+
+
+def _matrices() -> Iterable[str]:
+    from quantry.planning.matrices import MAKERS
+
+    return MAKERS
+
+
+NAMES: dict[str, Callable[[], Iterable[str]]] = {
+    "engines": _engines,
+    "formats": lambda: registry.choices("quantry.formats"),
+    "folder_formats": _folder_formats,
+    "rounders": lambda: registry.choices("quantry.methods.rounders"),
+    "transforms": lambda: registry.choices("quantry.methods.transforms"),
+    "kv_caches": _kv_caches,
+    "gates": _gates,
+    "uses": _uses,
+    "matrices": _matrices,
+}

@@ -47,7 +47,8 @@ def command(
     json: Json = False,
 ) -> None:
     """Measure a server under load; exit code 1 if it does not keep a limit given with --slo."""
-    from quantry.cli._job import show, steps
+    from quantry.cli._output import show
+    from quantry.cli._progress import steps
     from quantry.jobs.load.bench import bench, limit
 
     with steps(quiet=json) as progress:

@@ -11,25 +11,30 @@ if TYPE_CHECKING:
 KEY = "QUANTRY_API_KEY"
 NEW = "/new"
 
+Url = Annotated[str, typer.Argument(help="The server's address.")]
+Model = Annotated[str | None, typer.Option(help="The model to ask; the first that the server lists if left out.")]
+ApiKey = Annotated[str | None, typer.Option(envvar=KEY, help="The server's key; better in the environment.")]
+System = Annotated[str | None, typer.Option(help="The system prompt.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Tokens of an answer at most.")]
+Temperature = Annotated[
+    float | None, typer.Option(help="0 always takes the likeliest token; the server's default if left out.")
+]
+
 
 def command(
-    url: Annotated[str, typer.Argument(help="Where the server is.")] = "http://127.0.0.1:8080",
-    model: Annotated[str | None, typer.Option(help="The model to ask; the first that the server names.")] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar=KEY, help="The key that the server asks for; better in the environment.")
-    ] = None,
-    system: Annotated[str | None, typer.Option(help="What the model is told before all else.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Tokens of an answer at most.")] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 for the likeliest words; the server's if left out.")
-    ] = None,
+    url: Url = "http://127.0.0.1:8080",
+    model: Model = None,
+    api_key: ApiKey = None,
+    system: System = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
 ) -> None:
-    """Talk to a running server, answers as they come; /new begins anew, Ctrl-D or Ctrl-C ends it."""
+    """Talk to a running server and read answers as they are made; /new starts over, Ctrl-D or Ctrl-C ends."""
     from quantry.serving.client import Server
 
     options = {"max_tokens": max_tokens, "temperature": temperature}
     with Server(url, key=api_key, model=model) as server:
-        typer.echo(f"{server.model} at {server.url}; {NEW} begins anew, Ctrl-D ends", err=True)
+        typer.echo(f"{server.model} at {server.url}; {NEW} starts over, Ctrl-D ends", err=True)
         try:
             _talk(server, system, {name: value for name, value in options.items() if value is not None})
         except (EOFError, KeyboardInterrupt):
@@ -37,40 +42,40 @@ def command(
 
 
 def _talk(server: "Server", system: str | None, options: dict[str, Any]) -> None:
-    """Turn after turn; what the server refuses is told, and at a terminal one may say something else."""
+    """Answers line after line; at a terminal a refused line is dropped and the conversation goes on."""
     from quantry.errors import QuantryError
 
-    first = [{"role": "system", "content": system}] if system else []
-    said = list(first)
+    opening = [{"role": "system", "content": system}] if system else []
+    messages = list(opening)
     while True:
-        words = _read()
-        if words == NEW:
-            said = list(first)
-        elif words:
-            said.append({"role": "user", "content": words})
+        line = _read()
+        if line == NEW:
+            messages = list(opening)
+        elif line:
+            messages.append({"role": "user", "content": line})
             try:
-                said.append({"role": "assistant", "content": _answer(server, said, options)})
+                messages.append({"role": "assistant", "content": _answer(server, messages, options)})
             except QuantryError as error:
                 if not sys.stdin.isatty():
                     raise
-                said.pop()
+                messages.pop()
                 typer.echo(f"error: {error}", err=True)
 
 
 def _read() -> str:
-    """The next line of the user's; a prompt is shown to people only."""
+    """Reads the user's next line, after a prompt if this is a terminal."""
     if sys.stdin.isatty():
         import readline  # noqa: F401 - arrows and history at the prompt
 
     return input("> " if sys.stdin.isatty() else "").strip()
 
 
-def _answer(server: "Server", said: list[dict[str, str]], options: dict[str, Any]) -> str:
-    """Shows an answer as it comes, thoughts in grey, and gives it back whole."""
-    grey = sys.stdout.isatty()
-    answer = server.chat(said, **options)
+def _answer(server: "Server", messages: list[dict[str, str]], options: dict[str, Any]) -> str:
+    """Prints an answer piece by piece, thoughts in grey, and returns its text."""
+    terminal = sys.stdout.isatty()
+    answer = server.chat(messages, **options)
     for piece in answer:
-        typer.echo(typer.style(piece.text, dim=True) if piece.thought and grey else piece.text, nl=False)
+        typer.echo(typer.style(piece.text, dim=True) if piece.thought and terminal else piece.text, nl=False)
         sys.stdout.flush()
     typer.echo()
     return answer.answer.text

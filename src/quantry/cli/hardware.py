@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from quantry.cli import _flags as flags
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -12,30 +14,23 @@ if TYPE_CHECKING:
 DTYPES = ("fp32", "fp16", "bf16", "fp8", "int8", "fp4")
 
 
-def command(
-    gpu: Annotated[
-        str | None, typer.Option("--gpu", help='Describe another machine: "2x RTX 3090", "M2 16GB", "cpu".')
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
-) -> None:
+Gpu = Annotated[str | None, typer.Option("--gpu", help='Describe another machine: "2x RTX 3090", "M2 16GB", "cpu".')]
+
+
+def command(gpu: Gpu = None, json: flags.Json = False) -> None:
     """Show the devices, memory and bandwidth of this machine, or of the one that --gpu describes."""
+    from quantry.cli._output import print_json, show
     from quantry.devices import hardware
 
     machine = hardware(gpu)
     if json:
-        from json import dumps
-
-        typer.echo(dumps(machine.to_dict(), indent=2))
-        return
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    for item in picture(machine):
-        console.print(item)
+        print_json(machine.to_dict())
+    else:
+        show(picture(machine))
 
 
 def picture(machine: "Hardware") -> list["RenderableType"]:
-    """A machine as a person would rather see it."""
+    """Draws the machine, a table of its devices, and where the figures are from."""
     from rich.table import Table
     from rich.text import Text
 
@@ -75,7 +70,7 @@ def _facts(machine: "Hardware") -> list[tuple[str, str]]:
 
 
 def _row(device: "Device", count: int) -> dict[str, str]:
-    """The cells of a device by column; empty where there is nothing to say."""
+    """Returns the cells of a device by column; a column that is empty for all devices is not shown."""
     from quantry.report.sizes import human
 
     return {
@@ -90,9 +85,9 @@ def _row(device: "Device", count: int) -> dict[str, str]:
 
 
 def _details(device: "Device") -> list[tuple[str, str]]:
-    """What a device computes, and where its figures are from, each line with its style."""
-    kind = f"{device.family} {device.capability}" if device.capability else device.family
+    """Returns lines with their style: what the device computes, and where its figures are from."""
+    family = f"{device.family} {device.capability}" if device.capability else device.family
     rates = ", ".join(f"{dtype} {device.tflops[dtype]:,g}" for dtype in DTYPES if dtype in device.tflops)
     dated = f"{device.source}, {device.date}" if device.date else device.source
     price = f"; price of {device.price_source}" if device.price_source else ""
-    return [(f"{device.name} ({kind}), dense TFLOP/s: {rates or 'unknown'}", ""), (dated + price, "dim")]
+    return [(f"{device.name} ({family}), dense TFLOP/s: {rates or 'unknown'}", ""), (dated + price, "dim")]

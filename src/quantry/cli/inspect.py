@@ -4,41 +4,36 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantry.report.sizes import human
+from quantry.cli import _flags as flags
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from rich.console import RenderableType
 
-    from quantry.types import Anatomy, KVLayers
+    from quantry.types import Anatomy, KVLayers, Part
 
 BAR = 16  # characters of the longest bar
 
 
-def command(
-    model: Annotated[str, typer.Argument(help="A folder, a .gguf file, a hub id (owner/name) or the word demo.")],
-    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
-) -> None:
+Model = Annotated[str, typer.Argument(help="A folder, a .gguf file, a hub id (owner/name) or the word demo.")]
+
+
+def command(model: Model, json: flags.Json = False) -> None:
     """Show what a model is made of, from its headers alone."""
+    from quantry.cli._output import print_json, show
     from quantry.models.anatomy import inspect
 
     anatomy = inspect(model)
     if json:
-        from json import dumps
-
-        typer.echo(dumps(anatomy.to_dict(), indent=2))
+        print_json(anatomy.to_dict())
     else:
-        from rich.console import Console
-
-        console = Console(highlight=False)
-        for item in picture(anatomy):
-            console.print(item)
+        show(picture(anatomy))
 
 
 def picture(anatomy: "Anatomy") -> list["RenderableType"]:
-    """The anatomy as a person would rather see it."""
+    """Draws the facts of a model and a table of its parts, the largest first."""
     from rich.table import Table
+
+    from quantry.report.sizes import human
 
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
@@ -55,13 +50,14 @@ def picture(anatomy: "Anatomy") -> list["RenderableType"]:
     largest = max((part.bytes for part in anatomy.parts), default=1) or 1
     for part in sorted(anatomy.parts, key=lambda part: -part.bytes):
         bar = "█" * round(BAR * part.bytes / largest) or "▏"
-        dtypes = ", ".join(f"{dtype} {nbytes / part.bytes:.0%}" for dtype, nbytes in _by_size(part.dtypes))
-        dtypes = dtypes if len(part.dtypes) > 1 else next(iter(part.dtypes))
-        parts.add_row(part.name, f"{part.tensors:,}", f"{part.parameters:,}", human(part.bytes), bar, dtypes)
+        size = human(part.bytes)
+        parts.add_row(part.name, f"{part.tensors:,}", f"{part.parameters:,}", size, bar, _dtypes(part))
     return [f"[bold]{anatomy.source}[/bold]", facts, "", parts]
 
 
 def _facts(anatomy: "Anatomy") -> list[tuple[str, str]]:
+    from quantry.report.sizes import human
+
     quantized = anatomy.quantization
     group = f", groups of {quantized.group_size}" if quantized and quantized.group_size else ""
     return [
@@ -80,6 +76,8 @@ def _facts(anatomy: "Anatomy") -> list[tuple[str, str]]:
 
 
 def _kv_line(layers: "KVLayers") -> str:
+    from quantry.report.sizes import human
+
     line = f"{layers.layers} {layers.kind} layers: {layers.bytes_per_token:,} bytes a token"
     if layers.window:
         line += f", at most {layers.window:,} tokens"
@@ -88,5 +86,9 @@ def _kv_line(layers: "KVLayers") -> str:
     return line
 
 
-def _by_size(dtypes: "Mapping[str, int]") -> list[tuple[str, int]]:
-    return sorted(dtypes.items(), key=lambda item: -item[1])
+def _dtypes(part: "Part") -> str:
+    """Names the dtype of a part, or all of them with their shares, the largest first."""
+    if len(part.dtypes) == 1:
+        return next(iter(part.dtypes))
+    by_size = sorted(part.dtypes.items(), key=lambda item: -item[1])
+    return ", ".join(f"{dtype} {nbytes / part.bytes:.0%}" for dtype, nbytes in by_size)

@@ -4,35 +4,32 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quantry.cli import _flags as flags
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from quantry.planning.matrices import Matrix
 
 
-def command(
-    name: Annotated[str, typer.Argument(help="engines, hardware, formats, methods or memory.")],
-    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
-) -> None:
+Name = Annotated[str, typer.Argument(help="{matrices}.")]
+
+
+def command(name: Name, json: flags.Json = False) -> None:
     """Show what runs and fits where, and what each method costs; a star marks where the handbook differs."""
+    from quantry.cli._output import print_json, show
     from quantry.planning.matrices import matrix
 
     tables = matrix(name)
     if json:
-        from json import dumps
-
-        typer.echo(dumps([table.to_dict() for table in tables], indent=2))
-        return
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    for table in tables:
-        for item in picture(table):
-            console.print(item)
+        print_json([table.to_dict() for table in tables])
+    else:
+        for table in tables:
+            show(picture(table))
 
 
 def picture(matrix: "Matrix") -> list["RenderableType"]:
-    """A table as a person would rather see it, with the reasons below it."""
+    """Draws a table, and below it the reasons where it differs from the handbook."""
     from rich.table import Table
     from rich.text import Text
 

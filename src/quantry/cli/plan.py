@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quantry.cli import _flags as flags
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
@@ -16,43 +18,46 @@ SHOWN = 6  # options in the table
 PARTS = (("weights", "cyan"), ("kv_cache", "green"), ("activations", "yellow"), ("overhead", "magenta"))
 
 
+Model = Annotated[
+    str, typer.Argument(help="A folder, a config.json, a hub id, the word demo or a well-known name: llama-3.1-8b.")
+]
+Gpu = Annotated[
+    str | None, typer.Option("--gpu", help='The machine: "2x RTX 3090", "M2 16GB", "cpu"; this one if left out.')
+]
+Concurrency = Annotated[int | None, typer.Option(help="Sequences at the same time.")]
+Engine = Annotated[str | None, typer.Option(help="Plan for this engine only: {engines}.")]
+Budget = Annotated[str | None, typer.Option(help="Memory that may be used in all, such as 8GiB.")]
+Output = Annotated[
+    Path | None, typer.Option("-o", "--output", help="Write the JSON to this file, for `quantry quantize --plan`.")
+]
+
+
 def command(
-    model: Annotated[
-        str, typer.Argument(help="A folder, a config.json, a hub id, the word demo or a well-known name: llama-3.1-8b.")
-    ],
-    gpu: Annotated[
-        str | None, typer.Option("--gpu", help='The machine: "2x RTX 3090", "M2 16GB", "cpu"; this one if left out.')
-    ] = None,
-    use: Annotated[
-        str | None, typer.Option("--for", help="What it is for: general, high-throughput, rag, edge, medical, ...")
-    ] = None,
-    context: Annotated[int | None, typer.Option(help="Tokens a sequence may reach.")] = None,
-    concurrency: Annotated[int | None, typer.Option(help="Sequences at the same time.")] = None,
-    engine: Annotated[str | None, typer.Option(help="Plan for this engine only.")] = None,
-    budget: Annotated[str | None, typer.Option(help="Memory that may be used in all, such as 8GiB.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write the JSON to this file, for `quantry quantize --plan`.")
-    ] = None,
+    model: Model,
+    gpu: Gpu = None,
+    use: flags.Use = None,
+    context: flags.Context = None,
+    concurrency: Concurrency = None,
+    engine: Engine = None,
+    budget: Budget = None,
+    json: flags.Json = False,
+    output: Output = None,
 ) -> None:
     """Say which preset, format, engine and flags suit a model, a machine and a use, and why."""
     from json import dumps
 
+    from quantry.cli._output import show
     from quantry.planning.plan import plan
 
-    found = plan(model, gpu=gpu, use=use, context=context, concurrency=concurrency, engine=engine, budget=budget)
-    text = dumps(found.to_dict(), indent=2)
+    best = plan(model, gpu=gpu, use=use, context=context, concurrency=concurrency, engine=engine, budget=budget)
+    text = dumps(best.to_dict(), indent=2)
     if output is not None:
         _write(output, text)
     if json:
         typer.echo(text)
     else:
-        from rich.console import Console
-
-        console = Console(highlight=False)
-        for item in picture(found):
-            console.print(item)
-    if not found.fits:
+        show(picture(best))
+    if not best.fits:
         raise typer.Exit(1)
 
 
@@ -66,20 +71,20 @@ def _write(path: Path, text: str) -> None:
 
 
 def picture(plan: "Plan") -> list["RenderableType"]:
-    """A plan as a person would rather see it: the best option in full, the others in a table."""
+    """Draws a plan: the best option in full, the others in a table."""
     from rich.text import Text
 
-    found: list[RenderableType] = [_head(plan)]
+    notes = [Text(note, "yellow") for note in plan.notes]
     if not plan.options:
-        return [*found, "", *_nothing(plan), *(Text(note, "yellow") for note in plan.notes)]
+        return [_head(plan), "", *_nothing(plan), *notes]
     best = plan.options[0]
-    found += ["", _title(best), *_bar(best), ""]
-    found += [Text(f"  + {reason}") for reason in best.reasons]
-    found += [Text(f"  ! {warning}", "yellow") for warning in best.warnings]
-    found += ["", *_commands(best), "", _table(plan.options[:SHOWN])]
+    lines: list[RenderableType] = [_head(plan), "", _title(best), *_bar(best), ""]
+    lines += [Text(f"  + {reason}") for reason in best.reasons]
+    lines += [Text(f"  ! {warning}", "yellow") for warning in best.warnings]
+    lines += ["", *_commands(best), "", _table(plan.options[:SHOWN])]
     if plan.refused:
-        found += ["", Text(f"{len(plan.refused)} kinds of options are refused (--json says which and why)", "dim")]
-    return [*found, *(Text(note, "yellow") for note in plan.notes)]
+        lines += ["", Text(f"{len(plan.refused)} kinds of options are refused (--json says which and why)", "dim")]
+    return [*lines, *notes]
 
 
 def _head(plan: "Plan") -> "Text":
@@ -113,7 +118,7 @@ def _cost(option: "Option") -> str:
 
 
 def _bar(option: "Option") -> list["Text"]:
-    """Memory by part, as a share of what may be filled on all devices."""
+    """Draws the memory of each part as its share of what all devices may hold."""
     from rich.text import Text
 
     from quantry.report.sizes import human
@@ -145,33 +150,31 @@ def _table(options: "tuple[Option, ...]") -> "RenderableType":
     right = ("devices", "at once", "memory", "tokens/s")
     for heading in ("preset", "engine", "KV", "quality", *right):  # as many as 80 letters hold
         table.add_column(heading, justify="right" if heading in right else "left", no_wrap=True)
-    for one in options:
+    for option in options:
         table.add_row(
-            one.preset, one.engine, one.kv_cache_type, one.quality, _devices(one),
-            str(one.layout["concurrency"]), human(one.memory["total"]),
-            f"{one.speed['decode_tokens_per_s']:,.0f}",
+            option.preset, option.engine, option.kv_cache_type, option.quality, _devices(option),
+            str(option.layout["concurrency"]), human(option.memory["total"]),
+            f"{option.speed['decode_tokens_per_s']:,.0f}",
         )  # fmt: skip
     return table
 
 
 def _devices(option: "Option") -> str:
     layout: dict[str, Any] = option.layout
-    one = layout["devices"] // layout["replicas"]
-    return f"{layout['replicas']} x {one}" if layout["replicas"] > 1 else str(one)
+    each = layout["devices"] // layout["replicas"]
+    return f"{layout['replicas']} x {each}" if layout["replicas"] > 1 else str(each)
 
 
 def _nothing(plan: "Plan") -> list["RenderableType"]:
-    """What to say when nothing fits: what does, and why not this."""
+    """Says that nothing fits, what would fit with a change, and why the nearest options were refused."""
     from rich.text import Text
 
     from quantry.report.sizes import human
 
-    found: list[RenderableType] = [Text("Nothing fits.", "bold red")]
+    lines: list[RenderableType] = [Text("Nothing fits.", "bold red")]
     for near in plan.nearest:
-        size = human(near.per_device)
-        found.append(
-            Text(f"  {near.what}: {near.change}, {near.preset} in {near.engine} ({size} on each device)", "green")
-        )
+        option = f"{near.preset} in {near.engine} ({human(near.per_device)} on each device)"
+        lines.append(Text(f"  {near.what}: {near.change}, {option}", "green"))
     rows = sorted(plan.refused, key=lambda row: row["short"] or float("inf"))
     reasons = (f"  {row['engine']}, {', '.join(row['presets'])}: {row['why']}; {row['fix']}" for row in rows[:SHOWN])
-    return [*found, "", *(Text(reason, "dim") for reason in reasons)]
+    return [*lines, "", *(Text(reason, "dim") for reason in reasons)]

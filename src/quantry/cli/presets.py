@@ -1,21 +1,18 @@
-"""`quantry presets`: what can be asked for with --preset."""
+"""`quantry presets`: what --preset takes."""
 
-from typing import Annotated
-
-import typer
+from quantry.cli import _flags as flags
 
 
-def command(json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False) -> None:
+def command(json: flags.Json = False) -> None:
     """List the presets and the formats that hold them."""
+    from dataclasses import asdict
+
+    from quantry.cli._output import print_json, show
     from quantry.quantizing.recipe import presets
 
     if json:
-        from dataclasses import asdict
-        from json import dumps
-
-        typer.echo(dumps([asdict(preset) for preset in presets().values()], indent=2))
+        print_json([asdict(preset) for preset in presets().values()])
         return
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2), header_style="dim")
@@ -23,4 +20,4 @@ def command(json: Annotated[bool, typer.Option("--json", help="Print JSON for pr
         table.add_column(heading)
     for preset in presets().values():
         table.add_row(preset.name, str(preset.scheme.weight.bits), ", ".join(preset.formats), preset.about)
-    Console(highlight=False).print(table)
+    show([table])

@@ -5,106 +5,90 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quantry.cli import _flags as flags
+
 if TYPE_CHECKING:
     from quantry.types import Artefact
 
+Preset = Annotated[str | None, typer.Option(help="A name of `quantry presets`, or auto with --budget.")]
+Budget = Annotated[
+    str | None, typer.Option(help='With --preset auto: 4.5bpw, 6GiB, 105453920B or "fits RTX 3060 at 8k".')
+]
+Gpu = Annotated[
+    str | None, typer.Option(help="With --preset auto: the device that will serve it; only what loads there is used.")
+]
+RecipeFile = Annotated[Path | None, typer.Option(help="A TOML file with a preset and rules by layer.")]
+PlanFile = Annotated[Path | None, typer.Option(help="A plan written by `quantry plan -o`; its best option is taken.")]
+Format = Annotated[str | None, typer.Option(help="The format, one that can hold the preset: {formats}.")]
+Group = Annotated[int | None, typer.Option(help="Weights that share a scale, for presets with groups.")]
+Rounder = Annotated[str | None, typer.Option(help="{rounders}, instead of the preset's own.")]
+Transform = Annotated[str | None, typer.Option(help="{transforms} before rounding, instead of the preset's own.")]
+Imatrix = Annotated[
+    str | None, typer.Option(help="For gguf presets: a file of importance vectors, auto to compute them, or none.")
+]
+InputScales = Annotated[
+    str | None, typer.Option(help="For static presets: minmax, percentile or mse, instead of the preset's own.")
+]
+KvCache = Annotated[
+    str | None, typer.Option(help="The type that the KV cache is served in: {kv_caches} (fp8-head: a scale a head).")
+]
+Sequential = Annotated[
+    bool | None,
+    typer.Option("--sequential/--no-sequential", help="Calibrate each block on the outputs of the quantized ones."),
+]
+LowMemory = Annotated[
+    bool, typer.Option("--low-memory", help="Keep less of a calibration on the GPU, which takes longer.")
+]
+KeepOdd = Annotated[bool, typer.Option("--keep-odd", help="Leave layers in 16 bit whose shape does not fit.")]
+
 
 def command(
-    model: Annotated[str, typer.Argument(help="A folder, a hub id (owner/name) or the word demo.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The folder to write; new or empty.")],
-    preset: Annotated[str | None, typer.Option(help="A name of `quantry presets`, or auto with --budget.")] = None,
-    budget: Annotated[
-        str | None, typer.Option(help='With --preset auto: 4.5bpw, 6GiB, 105453920B or "fits RTX 3060 at 8k".')
-    ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(help="With --preset auto: the device that will serve it: only what loads there is used."),
-    ] = None,
-    recipe: Annotated[Path | None, typer.Option(help="A TOML file with a preset and rules by layer.")] = None,
-    plan: Annotated[
-        Path | None, typer.Option(help="A plan written by `quantry plan -o`; its best option is taken.")
-    ] = None,
-    format: Annotated[str | None, typer.Option(help="One of the formats that can hold the preset.")] = None,  # noqa: A002
-    group: Annotated[int | None, typer.Option(help="Weights that share a scale, for presets with groups.")] = None,
-    rounder: Annotated[str | None, typer.Option(help="nearest or gptq, instead of the preset's own.")] = None,
-    transform: Annotated[
-        str | None, typer.Option(help="awq or smoothquant before rounding, instead of the preset's own.")
-    ] = None,
-    imatrix: Annotated[
-        str | None,
-        typer.Option(help="For gguf presets: a file of importance vectors, auto to compute them, or none."),
-    ] = None,
-    input_scales: Annotated[
-        str | None, typer.Option(help="For static presets: minmax, percentile or mse, instead of the preset's own.")
-    ] = None,
-    kv: Annotated[
-        str | None, typer.Option(help="What the KV cache is served in: fp8, fp8-head (a scale a head) or int8.")
-    ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(help="Text, JSON lines, parquet or a datasets folder to calibrate on; else a built-in text."),
-    ] = None,
-    samples: Annotated[int | None, typer.Option(help="Windows to calibrate on; 128 if not given.")] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens of a window; 2048 if not given.")] = None,
-    sequential: Annotated[
-        bool | None,
-        typer.Option(
-            "--sequential/--no-sequential", help="Calibrate each block on what the quantized blocks before it give."
-        ),
-    ] = None,
-    low_memory: Annotated[
-        bool, typer.Option("--low-memory", help="Keep less of a calibration on the GPU, which takes longer.")
-    ] = False,
-    keep_odd: Annotated[
-        bool, typer.Option("--keep-odd", help="Leave layers in 16 bit whose shape does not fit.")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and stop.")] = False,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")] = "cpu",
-    report: Annotated[
-        bool, typer.Option("--report/--no-report", help="Write report.html and report.png beside the model.")
-    ] = True,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    model: flags.Checkpoint,
+    output: flags.NewFolder,
+    preset: Preset = None,
+    budget: Budget = None,
+    gpu: Gpu = None,
+    recipe: RecipeFile = None,
+    plan: PlanFile = None,
+    format: Format = None,  # noqa: A002
+    group: Group = None,
+    rounder: Rounder = None,
+    transform: Transform = None,
+    imatrix: Imatrix = None,
+    input_scales: InputScales = None,
+    kv: KvCache = None,
+    data: flags.Data = None,
+    samples: flags.Samples = None,
+    length: flags.SampleLength = None,
+    sequential: Sequential = None,
+    low_memory: LowMemory = False,
+    keep_odd: KeepOdd = False,
+    dry_run: flags.DryRun = False,
+    device: flags.Device = "cpu",
+    report: flags.Report = True,
+    json: flags.Json = False,
 ) -> None:
     """Write a quantized checkpoint that engines load unmodified."""
     from dataclasses import replace
 
-    from quantry.cli._job import announce, bar, finish, write_report
+    from quantry.cli._output import announce, finish, write_report
+    from quantry.cli._progress import bar
     from quantry.jobs.quantize import quantize
 
-    told: list[str] = []
+    announced: list[str] = []  # notes that were printed before the work began
 
     def tell(planned: "Artefact") -> None:
         announce(planned)
-        told.extend(planned.notes)
-        typer.echo("".join(f"{note}\n" for note in told), nl=False)
+        announced.extend(planned.notes)
+        typer.echo("".join(f"{note}\n" for note in planned.notes), nl=False)
 
     with bar(quiet=json) as progress:
         artefact = quantize(
-            model,
-            output,
-            preset=preset,
-            recipe=recipe,
-            plan=plan,
-            format=format,
-            group=group,
-            budget=budget,
-            gpu=gpu,
-            rounder=rounder,
-            transform=transform,
-            imatrix=imatrix,
-            input_scales=input_scales,
-            kv=kv,
-            data=data,
-            samples=samples,
-            length=length,
-            sequential=sequential,
-            low_memory=low_memory,
-            keep_odd=keep_odd,
-            dry_run=dry_run,
-            device=device,
-            announce=None if json else tell,
-            progress=progress,
-        )
+            model, output, preset=preset, recipe=recipe, plan=plan, format=format, group=group, budget=budget, gpu=gpu,
+            rounder=rounder, transform=transform, imatrix=imatrix, input_scales=input_scales, kv=kv, data=data,
+            samples=samples, length=length, sequential=sequential, low_memory=low_memory, keep_odd=keep_odd,
+            dry_run=dry_run, device=device, announce=None if json else tell, progress=progress,
+        )  # fmt: skip
     page = write_report(output) if report and not dry_run else None
-    new = tuple(note for note in artefact.notes if note not in told)
+    new = tuple(note for note in artefact.notes if note not in announced)
     finish(replace(artefact, notes=new), dry_run, json, page)

@@ -1,4 +1,4 @@
-"""`quantry run`: from a 16-bit model to a chat with the quantized one, and what it cost."""
+"""`quantry run`: quantizes a model, checks it and starts a server you can chat with."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantry.cli._flags import Context, EnginePython, Json
+from quantry.cli import _flags as flags
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -19,70 +19,62 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 
 
-def command(
-    model: Annotated[str, typer.Argument(help="A folder, a hub id (owner/name), a well-known name or demo.")],
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The folder for all of it; MODEL-quantry if left out.")
-    ] = None,
-    use: Annotated[
-        str | None, typer.Option("--for", help="What it is for: general, high-throughput, rag, edge, medical, ...")
-    ] = None,
-    budget: Annotated[
-        str | None, typer.Option(help='A size, spent tensor by tensor: 4.5bpw, 6GiB or "fits RTX 3060 at 8k".')
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option("--gpu", help='Plan for another machine: "2x RTX 3090", "M2 16GB", "cpu".')
-    ] = None,
-    engine: Annotated[str | None, typer.Option(help="The engine that shall serve it; the best if left out.")] = None,
-    engine_python: EnginePython = None,
-    context: Context = None,
-    port: Annotated[
-        int | None,
-        typer.Option(help="Port to serve on; the engine's usual one if left out, or a free one; 0 for a free one."),
-    ] = None,
-    text: Annotated[Path | None, typer.Option(help="A text file to measure on; else the stories of the demo.")] = None,
-    windows: Annotated[int, typer.Option(help="Pieces of the text to measure on.")] = 16,
-    ask: Annotated[str | None, typer.Option(help="The first question.")] = None,
-    device: Annotated[str | None, typer.Option(help="Where to compute: cpu or cuda; a GPU if there is one.")] = None,
-    serve: Annotated[
-        bool, typer.Option("--serve/--no-serve", help="Go on serving after the first answer, or end there.")
-    ] = True,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before the work begins.")] = False,
-    json: Json = False,
-) -> None:
-    """Plan, quantize, verify and serve a model, and get a first answer; started again it goes on where it was.
+Model = Annotated[str, typer.Argument(help="A folder, a hub id (owner/name), a well-known name or demo.")]
+Output = Annotated[
+    Path | None, typer.Option("-o", "--output", help="The folder for all files; MODEL-quantry if left out.")
+]
+Budget = Annotated[
+    str | None, typer.Option(help='A size, spent tensor by tensor: 4.5bpw, 6GiB or "fits RTX 3060 at 8k".')
+]
+Gpu = Annotated[str | None, typer.Option("--gpu", help='Plan for another machine: "2x RTX 3090", "M2 16GB", "cpu".')]
+Engine = Annotated[str | None, typer.Option(help="The engine to serve with; the best if left out: {engines}.")]
+Port = Annotated[
+    int | None,
+    typer.Option(help="Port to serve on; the engine's usual one if left out, or a free one; 0 for a free one."),
+]
+Ask = Annotated[str | None, typer.Option(help="The first question.")]
+Device = Annotated[str | None, typer.Option(help="Where to compute: cpu or cuda; a GPU if there is one.")]
+Serve = Annotated[bool, typer.Option("--serve/--no-serve", help="Keep serving after the first answer, or stop there.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before the work begins.")]
 
-    Exit code 1 if the gate is failed: then nothing is served.
+
+def command(
+    model: Model,
+    output: Output = None,
+    use: flags.Use = None,
+    budget: Budget = None,
+    gpu: Gpu = None,
+    engine: Engine = None,
+    engine_python: flags.EnginePython = None,
+    context: flags.Context = None,
+    port: Port = None,
+    text: flags.Text = None,
+    windows: flags.Windows = 16,
+    ask: Ask = None,
+    device: Device = None,
+    serve: Serve = True,
+    yes: Yes = False,
+    json: flags.Json = False,
+) -> None:
+    """Plan, quantize, verify and serve a model, and get a first answer; started again, it continues where it stopped.
+
+    Exit code 1 if the gate fails: then nothing is served.
     """
     from quantry.jobs.run import QUESTION, DeclinedError, run
     from quantry.serving.process import ended_by_signals
 
     asks = not (yes or json) and sys.stdin.isatty()
     try:
-        with (
-            ended_by_signals(),
-            run(
-                model,
-                output,
-                use=use,
-                budget=budget,
-                gpu=gpu,
-                engine=engine,
-                engine_python=engine_python,
-                context=context,
-                port=port,
-                text=text,
-                windows=windows,
-                question=QUESTION if ask is None else ask,
-                device=device,
-                serve=serve,
-                tell=None if json else _tell,
-                confirm=_confirm if asks else None,
+        with ended_by_signals():
+            done = run(
+                model, output, use=use, budget=budget, gpu=gpu, engine=engine, engine_python=engine_python,
+                context=context, port=port, text=text, windows=windows, question=QUESTION if ask is None else ask,
+                device=device, serve=serve, tell=None if json else _tell, confirm=_confirm if asks else None,
                 showing=lambda name: _showing(name, quiet=json),
-            ) as done,
-        ):
-            _report(done, json=json)
-            code = _wait(done)
+            )  # fmt: skip
+            with done:
+                _report(done, json=json)
+                code = _wait(done)
     except DeclinedError:
         typer.echo("nothing was written", err=True)
         raise typer.Exit(1) from None
@@ -93,7 +85,7 @@ def command(
 
 
 def _wait(done: "Run") -> int:
-    """Until the engine ends, with its exit code; at once if none was left running."""
+    """Waits until the engine ends and returns its exit code; returns 0 at once if none is running."""
     if not done.running:
         return 0
     try:
@@ -108,13 +100,13 @@ def _confirm(words: str) -> bool:
 
 
 def _showing(name: str, quiet: bool) -> "AbstractContextManager[Progress | None]":
-    from quantry.cli._job import bar, steps
+    from quantry.cli._progress import bar, steps
 
     return bar(quiet) if name == "quantize" else steps(quiet)
 
 
 def _tell(step: "Step") -> None:
-    """A step as soon as it is done: what came of it, and where that is."""
+    """Prints a step as soon as it is done: its result, and the file that holds it."""
     took = "taken over" if step.taken_over else f"{step.seconds:.1f} s"
     typer.echo(f"{step.name:<9} {step.words}{'' if step.name == 'plan' else f' ({took})'}")
     if step.file:
@@ -124,9 +116,9 @@ def _tell(step: "Step") -> None:
 
 def _report(done: "Run", json: bool) -> None:
     if json:
-        from json import dumps
+        from quantry.cli._output import print_json
 
-        typer.echo(dumps(done.to_dict(), indent=2))
+        print_json(done.to_dict())
     else:
         from rich.console import Console
 
@@ -137,21 +129,30 @@ def _report(done: "Run", json: bool) -> None:
 
 
 def picture(done: "Run") -> list["RenderableType"]:
-    """The closing summary: the first answer, what it cost, where it is, how to go on."""
+    """Draws the closing summary: the first answer, what was lost, where the files are, and the next commands."""
     from rich.text import Text
 
-    said: list[RenderableType] = []
+    answer: list[RenderableType] = []
     if done.answer is not None:
-        said = ["", Text(f"> {done.question}", "bold"), Text(done.answer.strip() or "(it says nothing)")]
+        answer = ["", Text(f"> {done.question}", "bold"), Text(done.answer.strip() or "(it says nothing)")]
     rows = [Text.assemble((f"{name:<12} ", "dim"), words) for name, words in _rows(done).items()]
     wrong = [Text(f"✗ {words}", "red") for words in done.proof["wrong"]]
     notes = [Text(note, "dim") for note in done.notes]
-    go_on = [Text.assemble((f"{name}: ", "dim"), f"$ {words}") for name, words in done.commands.items()]
-    last = {
-        True: f"serving at {done.url}/v1; Ctrl-C ends it" if done.url else "done",
-        False: f"the gate {done.proof['gate']} is failed, so it is not served",
-    }[done.passed]
-    return [*said, "", *rows, *wrong, *notes, "", *go_on, "", Text(last, "bold green" if done.passed else "bold red")]
+    commands = [Text.assemble((f"{name}: ", "dim"), f"$ {words}") for name, words in done.commands.items()]
+    last = f"serving at {done.url}/v1; Ctrl-C ends it" if done.url else "done"
+    if not done.passed:
+        last = f"the gate {done.proof['gate']} failed, so the model is not served"
+    return [
+        *answer,
+        "",
+        *rows,
+        *wrong,
+        *notes,
+        "",
+        *commands,
+        "",
+        Text(last, "bold green" if done.passed else "bold red"),
+    ]
 
 
 def _rows(done: "Run") -> dict[str, str]:

@@ -1,9 +1,10 @@
-"""`quantry sensitivity`: what each layer would lose in each way to store it."""
+"""`quantry sensitivity`: what each layer would lose in each type it can be stored in."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from quantry.cli import _flags as flags
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -14,97 +15,91 @@ BAR = 24  # characters of the longest bar
 SHOWN = 20  # layers in the table
 
 
+Format = Annotated[str, typer.Option(help="gguf or compressed-tensors.")]
+Rounder = Annotated[str, typer.Option(help="{rounders}.")]
+Transform = Annotated[str | None, typer.Option(help="{transforms} before rounding.")]
+Grids = Annotated[str | None, typer.Option(help="Only these types beside 16 bit, such as Q4_K,Q6_K.")]
+
+
 def command(
-    model: Annotated[str, typer.Argument(help="A folder, a hub id (owner/name) or the word demo.")],
-    format: Annotated[str, typer.Option(help="gguf or compressed-tensors.")] = "gguf",  # noqa: A002
-    rounder: Annotated[str, typer.Option(help="nearest or gptq.")] = "gptq",
-    data: Annotated[
-        Path | None,
-        typer.Option(help="Text, JSON lines, parquet or a datasets folder to calibrate on; else a built-in text."),
-    ] = None,
-    samples: Annotated[int | None, typer.Option(help="Windows to calibrate on; 128 if not given.")] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens of a window; 2048 if not given.")] = None,
-    transform: Annotated[str | None, typer.Option(help="awq or smoothquant before rounding.")] = None,
-    grids: Annotated[
-        str | None, typer.Option(help="Only these ways to store a layer beside 16 bit, such as Q4_K,Q6_K.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")] = "cpu",
-    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    model: flags.Checkpoint,
+    format: Format = "gguf",  # noqa: A002
+    rounder: Rounder = "gptq",
+    data: flags.Data = None,
+    samples: flags.Samples = None,
+    length: flags.SampleLength = None,
+    transform: Transform = None,
+    grids: Grids = None,
+    device: flags.Device = "cpu",
+    json: flags.Json = False,
 ) -> None:
-    """Predict what each layer would lose in each way to store it, the worst first."""
-    from quantry.cli._job import steps
+    """Predict what each layer would lose in each type it can be stored in, the worst first."""
+    from quantry.cli._output import print_json, show
+    from quantry.cli._progress import steps
     from quantry.jobs.auto.sensitivity import sensitivity
 
     with steps(quiet=json) as progress:
-        found = sensitivity(
-            model,
-            format=format,
-            data=data,
-            samples=samples,
-            length=length,
-            device=device,
-            rounder=rounder,
-            transform=transform,
-            grids=None if grids is None else [name.strip() for name in grids.split(",")],
+        losses = sensitivity(
+            model, format=format, data=data, samples=samples, length=length, device=device, rounder=rounder,
+            transform=transform, grids=None if grids is None else [name.strip() for name in grids.split(",")],
             progress=progress,
-        )
+        )  # fmt: skip
     if json:
-        from json import dumps
-
-        typer.echo(dumps(found.to_dict(), indent=2))
-        return
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    for item in picture(found):
-        console.print(item)
+        print_json(losses.to_dict())
+    else:
+        show(picture(losses))
 
 
-def picture(found: "Sensitivity") -> list["RenderableType"]:
-    """The worst layers as a table, and the sums of blocks as bars."""
+def picture(losses: "Sensitivity") -> list["RenderableType"]:
+    """Draws the worst layers as a table, and the sums of blocks as bars."""
     from rich.text import Text
 
-    head = Text(found.source, "bold")
+    head = Text(losses.source, "bold")
     head.append(
-        f" as {found.format}, rounded with {found.rounder}: predicted KL in nats a token, one layer at a time",
+        f" as {losses.format}, rounded with {losses.rounder}: predicted KL in nats a token, one layer at a time",
         "not bold",
     )
-    rest = len(found.layers) - SHOWN
+    rest = len(losses.layers) - SHOWN
     more = [Text(f"and {rest} more layers (--json has all of them)", "dim")] if rest > 0 else []
-    return [head, "", _table(found), *more, "", *_blocks(found), *(Text(note, "yellow") for note in found.notes)]
+    return [head, "", _table(losses), *more, "", *_blocks(losses), *(Text(note, "yellow") for note in losses.notes)]
 
 
-def _table(found: "Sensitivity") -> "RenderableType":
+def _table(losses: "Sensitivity") -> "RenderableType":
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1), header_style="dim")
     for heading in ("layer", "as", "KL", "", "error", "outliers"):
         table.add_column(heading, justify="right" if heading in ("KL", "error", "outliers") else "left", no_wrap=True)
-    ranked = found.ranked()
-    largest = max((found.compared(layer).damage for layer in ranked), default=0.0)
+    ranked = losses.ranked()
+    largest = max((losses.compared(layer).damage for layer in ranked), default=0.0)
     for layer in ranked[:SHOWN]:
-        one = found.compared(layer)
+        stored = losses.compared(layer)
         outliers = "" if layer.outliers is None else f"{layer.outliers:.1f} x"
         table.add_row(
-            layer.name, one.name, f"{one.damage:.2e}", _bar(one.damage, largest), f"{one.error:.1%}", outliers
+            layer.name,
+            stored.name,
+            f"{stored.damage:.2e}",
+            _bar(stored.damage, largest),
+            f"{stored.error:.1%}",
+            outliers,
         )
     return table
 
 
-def _blocks(found: "Sensitivity") -> list["RenderableType"]:
-    """The damage of each block, were all of its layers stored alike, at the grid that layers are ranked by."""
+def _blocks(losses: "Sensitivity") -> list["RenderableType"]:
+    """Draws the damage of each block if all its layers were stored in the type that ranks them."""
     from rich.table import Table
 
     sums: dict[int, float] = {}
-    for layer in found.layers:
+    for layer in losses.layers:
         if layer.block is not None:
-            sums[layer.block] = sums.get(layer.block, 0.0) + found.compared(layer).damage
+            sums[layer.block] = sums.get(layer.block, 0.0) + losses.compared(layer).damage
     table = Table(box=None, padding=(0, 1), header_style="dim")
     for heading in ("block", "KL", ""):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     largest = max(sums.values(), default=0.0)
-    for block, harm in sorted(sums.items()):
-        table.add_row(str(block), f"{harm:.2e}", _bar(harm, largest))
+    for block, damage in sorted(sums.items()):
+        table.add_row(str(block), f"{damage:.2e}", _bar(damage, largest))
     return [table]
 
 

@@ -1,9 +1,11 @@
-"""`quantry sweep`: one model in many ways, each measured, in one table."""
+"""`quantry sweep`: one model quantized with many presets, each measured, in one table."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from quantry.cli import _flags as flags
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -11,68 +13,54 @@ if TYPE_CHECKING:
     from quantry.jobs.sweep import Outcome, Sweep
 
 
+Presets = Annotated[
+    str,
+    typer.Option(help="Presets with commas between, with options: w4a16:group=64,gguf-q4_k_m,auto:budget=4.5bpw."),
+]
+Output = Annotated[
+    Path, typer.Option("-o", "--output", help="The folder to write: new, or that of a sweep to continue.")
+]
+Peers = Annotated[str, typer.Option(help="GGUF files and folders of other tools to measure too, with commas between.")]
+Rounder = Annotated[str | None, typer.Option(help="{rounders}, for all presets that do not name one.")]
+Group = Annotated[int | None, typer.Option(help="The group size of all presets that do not name one.")]
+Engine = Annotated[
+    str | None, typer.Option(help="Measure folders as served too: vllm or transformers. GGUF always is.")
+]
+
+
 def command(
-    model: Annotated[str, typer.Argument(help="A folder, a hub id (owner/name) or the word demo.")],
-    presets: Annotated[
-        str,
-        typer.Option(help="Presets with commas between, with options: w4a16:group=64,gguf-q4_k_m,auto:budget=4.5bpw."),
-    ],
-    output: Annotated[
-        Path, typer.Option("-o", "--output", help="The folder to write: new, or of a sweep to go on with.")
-    ],
-    peers: Annotated[
-        str, typer.Option(help="GGUF files and folders of other tools to measure too, with commas between.")
-    ] = "",
-    text: Annotated[Path | None, typer.Option(help="A text file to measure on; else the stories of the demo.")] = None,
-    windows: Annotated[int, typer.Option(help="Pieces of the text to measure on; 0 for all.")] = 16,
-    verify_length: Annotated[int, typer.Option(help="Tokens of a piece.")] = 512,
-    gate: Annotated[str, typer.Option(help="What the model is for: general, accuracy-critical or draft.")] = "general",
-    data: Annotated[
-        Path | None,
-        typer.Option(help="Text, JSON lines, parquet or a datasets folder to calibrate on; else a built-in text."),
-    ] = None,
-    samples: Annotated[int | None, typer.Option(help="Windows to calibrate on; 128 if not given.")] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens of a window to calibrate on; 2048 if not given.")] = None,
-    rounder: Annotated[str | None, typer.Option(help="nearest or gptq, for all presets that do not say it.")] = None,
-    group: Annotated[int | None, typer.Option(help="The group size of all presets that do not say it.")] = None,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")] = "cpu",
-    engine: Annotated[
-        str | None, typer.Option(help="Measure folders as served too: vllm or transformers. GGUF always is.")
-    ] = None,
-    engine_python: Annotated[
-        Path | None, typer.Option(help="The python of the environment that the engine is installed in.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    model: flags.Checkpoint,
+    presets: Presets,
+    output: Output,
+    peers: Peers = "",
+    text: flags.Text = None,
+    windows: flags.Windows = 16,
+    verify_length: flags.WindowLength = 512,
+    gate: flags.Gate = "general",
+    data: flags.Data = None,
+    samples: flags.Samples = None,
+    length: flags.SampleLength = None,
+    rounder: Rounder = None,
+    group: Group = None,
+    device: flags.Device = "cpu",
+    engine: Engine = None,
+    engine_python: flags.EnginePython = None,
+    json: flags.Json = False,
 ) -> None:
-    """Quantize a model in many ways, measure each and compare them; exit code 1 if one cannot be made or measured."""
-    from quantry.cli._job import show, steps
+    """Quantize a model with many presets, measure and compare them; exit code 1 if one cannot be made or measured."""
+    from quantry.cli._output import print_json, show
+    from quantry.cli._progress import steps
     from quantry.jobs.sweep import sweep
 
     with steps(quiet=json) as progress:
         done = sweep(
-            model,
-            output,
-            presets=presets,
-            peers=peers,
-            text=text,
-            windows=windows,
-            verify_length=verify_length,
-            gate=gate,
-            data=data,
-            samples=samples,
-            length=length,
-            rounder=rounder,
-            group=group,
-            device=device,
-            engine=engine,
-            engine_python=engine_python,
+            model, output, presets=presets, peers=peers, text=text, windows=windows, verify_length=verify_length,
+            gate=gate, data=data, samples=samples, length=length, rounder=rounder, group=group, device=device,
+            engine=engine, engine_python=engine_python, progress=progress,
             announce=None if json else lambda line: typer.echo(line, err=True),
-            progress=progress,
-        )
+        )  # fmt: skip
     if json:
-        from json import dumps
-
-        typer.echo(dumps(done.to_dict(), indent=2))
+        print_json(done.to_dict())
     else:
         show(picture(done))
     if not done.complete:
@@ -80,7 +68,7 @@ def command(
 
 
 def picture(done: "Sweep") -> list["RenderableType"]:
-    """The table from worst to best, what is missing in it, and where the rest is."""
+    """Draws the table from worst to best, the artefacts that failed, and where the files are."""
     from rich.text import Text
 
     head = Text(f"{done.model} in {len(done.rows)} ways", "bold")
@@ -88,13 +76,12 @@ def picture(done: "Sweep") -> list["RenderableType"]:
     if done.reference_perplexity is not None:
         measured += f"; perplexity {done.reference_perplexity:.3f} in 16 bit; noise floor of KL {done.noise_floor:.2g}"
     problems = [Text.assemble((f"✗ {row.name}: ", "red"), row.problem) for row in done.rows if row.problem]
-    words = "● none of the others is as small and as good · peer: another tool's file"
-    legend = words if any(row.peer for row in done.rows) else words.partition(" · ")[0]
+    peer = " · peer: another tool's file" if any(row.peer for row in done.rows) else ""
     return [
         head,
         Text(measured, "dim"),
         _table(done.ranked()),
-        Text(legend, "dim"),
+        Text(f"● none of the others is as small and as good{peer}", "dim"),
         *problems,
         *(Text(note, "dim") for note in done.notes),
         Text(f"wrote {done.path}: sweep.json, report.html, report.png"),

@@ -78,7 +78,8 @@ def command(
     json: Json = False,
 ) -> None:
     """Measure what an engine's switches do for a load; exit code 1 if no setting keeps a limit given with --slo."""
-    from quantry.cli._job import show, steps
+    from quantry.cli._output import show
+    from quantry.cli._progress import steps
     from quantry.jobs.load.bench import limit
     from quantry.jobs.load.tune import tune
     from quantry.serving.process import ended_by_signals

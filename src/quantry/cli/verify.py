@@ -1,10 +1,11 @@
-"""`quantry verify`: what a quantized model lost, measured, and whether that is acceptable."""
+"""`quantry verify`: measures what a quantized model lost, and judges it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quantry.cli import _flags as flags
 from quantry.storage import ARTEFACT_FILE
 
 if TYPE_CHECKING:
@@ -15,85 +16,70 @@ if TYPE_CHECKING:
     from quantry.types import Proof
 
 
+Quantized = Annotated[str, typer.Argument(help="A quantized folder or .gguf file.")]
+Reference = Annotated[str, typer.Option(help="The 16-bit model: a folder, a hub id (owner/name) or demo.")]
+Prompts = Annotated[Path | None, typer.Option(help="JSONL of your own prompts, with answers if there are any.")]
+Tasks = Annotated[
+    str | None, typer.Option(help="Tasks of lm-evaluation-harness: names or YAML files, with commas between.")
+]
+Limit = Annotated[int | None, typer.Option(help="Items of each task; all if left out.")]
+Judge = Annotated[
+    str | None, typer.Option(help="An OpenAI endpoint (http://host/v1) that compares answers to the prompts.")
+]
+JudgeModel = Annotated[str | None, typer.Option(help="The model to ask there.")]
+JudgeKey = Annotated[str, typer.Option(help="The environment variable that holds the endpoint's key.")]
+Engine = Annotated[
+    str | None, typer.Option(help="Measure as served too: llama.cpp (default for GGUF), vllm or transformers.")
+]
+MaxTokens = Annotated[int, typer.Option(help="Tokens of an answer to a prompt.")]
+
+
 def command(
-    artefact: Annotated[str, typer.Argument(help="A quantized folder or .gguf file.")],
-    reference: Annotated[str, typer.Option(help="The 16-bit model: a folder, a hub id (owner/name) or demo.")],
-    text: Annotated[Path | None, typer.Option(help="A text file to measure on; else the stories of the demo.")] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help="JSONL of your own prompts, with answers if there are any.")
-    ] = None,
-    tasks: Annotated[
-        str | None, typer.Option(help="Tasks of lm-evaluation-harness: names or YAML files, with commas between.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(help="Items of each task; all without it.")] = None,
-    judge: Annotated[
-        str | None, typer.Option(help="An OpenAI endpoint (http://host/v1) that compares answers to the prompts.")
-    ] = None,
-    judge_model: Annotated[str | None, typer.Option(help="The model to ask there.")] = None,
-    judge_key: Annotated[
-        str, typer.Option(help="The environment variable that holds the endpoint's key.")
-    ] = "OPENAI_API_KEY",
-    engine: Annotated[
-        str | None, typer.Option(help="Measure as served too: llama.cpp (default for GGUF), vllm or transformers.")
-    ] = None,
-    engine_python: Annotated[
-        Path | None, typer.Option(help="The python of the environment that the engine is installed in.")
-    ] = None,
-    gate: Annotated[str, typer.Option(help="What the model is for: general, accuracy-critical or draft.")] = "general",
-    windows: Annotated[int, typer.Option(help="Pieces of the text to measure on; 0 for all.")] = 16,
-    length: Annotated[int, typer.Option(help="Tokens of a piece.")] = 512,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer to a prompt.")] = 64,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")] = "cpu",
-    report: Annotated[
-        bool, typer.Option("--report/--no-report", help="Write report.html and report.png beside the model.")
-    ] = True,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    artefact: Quantized,
+    reference: Reference,
+    text: flags.Text = None,
+    prompts: Prompts = None,
+    tasks: Tasks = None,
+    limit: Limit = None,
+    judge: Judge = None,
+    judge_model: JudgeModel = None,
+    judge_key: JudgeKey = "OPENAI_API_KEY",
+    engine: Engine = None,
+    engine_python: flags.EnginePython = None,
+    gate: flags.Gate = "general",
+    windows: flags.Windows = 16,
+    length: flags.WindowLength = 512,
+    max_tokens: MaxTokens = 64,
+    device: flags.Device = "cpu",
+    report: flags.Report = True,
+    json: flags.Json = False,
 ) -> None:
-    """Measure what was lost, on the written bytes and in the engine; exit code 1 if the gate is failed."""
-    from quantry.cli._job import steps, write_report
+    """Measure what was lost, on the written bytes and in the engine; exit code 1 if the gate fails."""
+    from quantry.cli._output import print_json, show, write_report
+    from quantry.cli._progress import steps
     from quantry.proof.verify import verify
 
     with steps(quiet=json) as progress:
         proof = verify(
-            artefact,
-            reference=reference,
-            text=text,
-            prompts=prompts,
-            tasks=tasks,
-            limit=limit,
-            judge=judge,
-            judge_model=judge_model,
-            judge_key=judge_key,
-            engine=engine,
-            engine_python=engine_python,
-            gate=gate,
-            windows=windows,
-            length=length,
-            max_tokens=max_tokens,
-            device=device,
-            progress=progress,
-        )
-    folder = Path(artefact).expanduser()
-    folder = folder if folder.is_dir() else folder.parent
+            artefact, reference=reference, text=text, prompts=prompts, tasks=tasks, limit=limit, judge=judge,
+            judge_model=judge_model, judge_key=judge_key, engine=engine, engine_python=engine_python, gate=gate,
+            windows=windows, length=length, max_tokens=max_tokens, device=device, progress=progress,
+        )  # fmt: skip
+    path = Path(artefact).expanduser()
+    folder = path if path.is_dir() else path.parent
     page = write_report(folder) if report and (folder / ARTEFACT_FILE).is_file() else None
     if json:
-        from json import dumps
-
-        typer.echo(dumps(proof.to_dict(), indent=2))
+        print_json(proof.to_dict())
     else:
-        from rich.console import Console
-
-        console = Console(highlight=False)
-        for item in picture(proof):
-            console.print(item)
+        show(picture(proof))
         if page:
-            console.print(f"report: {page}", soft_wrap=True)
+            typer.echo(f"report: {page}")
     if not proof.passed:
         raise typer.Exit(1)
 
 
 def picture(proof: "Proof") -> list["RenderableType"]:
-    """The proof as a person would rather see it: figures, what is wrong, verdict."""
+    """Draws a proof: figures, failed checks, verdict."""
     from rich.table import Table
     from rich.text import Text
 
@@ -114,7 +100,7 @@ def picture(proof: "Proof") -> list["RenderableType"]:
         figures,
         *_answers(proof),
         "",
-        *(_wrong(finding) for finding in proof.findings if not finding["ok"]),
+        *(_failed(finding) for finding in proof.findings if not finding["ok"]),
         *(Text(note, "dim") for note in proof.notes),
         Text.assemble(end, f": gate {proof.gate}, {passed} of {len(proof.findings)} checks passed"),
     ]
@@ -145,7 +131,7 @@ def _number(name: str, value: float) -> str:
 
 
 def _answers(proof: "Proof") -> list[str]:
-    """What came of prompts and tasks, a line each."""
+    """Returns a line for each result of prompts and tasks."""
     lines = []
     if proof.prompts:
         lines.append(f" {proof.prompts['agreement']['value']:.0%} of {proof.prompts['prompts']} prompts answered alike")
@@ -155,8 +141,10 @@ def _answers(proof: "Proof") -> list[str]:
                 f" right answers: {right['quantized']:.0%}, {right['base']:.0%} in 16 bit (p = {right['p']:.2g})"
             )
         if proof.prompts.get("judge"):
-            told = proof.prompts["judge"]
-            lines.append(f" {told['model']} prefers it {told['wins']} times, the 16-bit model {told['losses']} times")
+            judge = proof.prompts["judge"]
+            lines.append(
+                f" {judge['model']} prefers it {judge['wins']} times, the 16-bit model {judge['losses']} times"
+            )
     for task, metrics in (proof.tasks or {}).items():
         for metric, row in metrics.items():
             chance = f" (p = {row['paired']['p']:.2g})" if row["paired"] else ""
@@ -164,7 +152,7 @@ def _answers(proof: "Proof") -> list[str]:
     return lines
 
 
-def _wrong(finding: "Mapping[str, Any]") -> "RenderableType":
+def _failed(finding: "Mapping[str, Any]") -> "RenderableType":
     from rich.text import Text
 
     mark, style = ("!", "yellow") if finding["warning"] else ("✗", "red")
