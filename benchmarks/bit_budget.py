@@ -44,7 +44,9 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import quantry  # noqa: E402
-from quantry.blockwise.walk import Block, Place, Source, Walk, run  # noqa: E402
+from quantry.blockwise.skeleton import WeightSource  # noqa: E402
+from quantry.blockwise.taps import Place  # noqa: E402
+from quantry.blockwise.walk import Block, Walk, run  # noqa: E402
 from quantry.errors import QuantryError  # noqa: E402
 from quantry.jobs.auto import sensitivity as harm  # noqa: E402
 from quantry.jobs.auto.choices import FORMATS, Part, Planned, Way  # noqa: E402
@@ -265,7 +267,7 @@ def _ranked(model: Path, windows: Sequence[Sequence[int]], form: str, options: a
 class Drawing:
     """Some of all layers and grids, and what they were rounded to while their damage was predicted."""
 
-    def __init__(self, source: Source, ladder: Sequence[Sequence[str]], count: int) -> None:
+    def __init__(self, source: WeightSource, ladder: Sequence[Sequence[str]], count: int) -> None:
         self.source, self._ladder, self._count = source, ladder, count
         self._kept: dict[tuple[str, str], list[Tensor]] = {}
         self._drawn: list[tuple[Planned, Way]] = []
@@ -337,7 +339,7 @@ def _within(tensor: Tensor, part: Part) -> Tensor:
 
 
 @torch.no_grad()
-def measure(source: Source, windows: Sequence[Sequence[int]], pairs: Sequence[Pair], device: str) -> list[float]:
+def measure(source: WeightSource, windows: Sequence[Sequence[int]], pairs: Sequence[Pair], device: str) -> list[float]:
     """The mean KL in nats of the model with one pair's tensors instead of its own, for each pair.
 
     One walk serves all: a pair's hidden states part from the model's at its block and go through the blocks behind it
@@ -398,7 +400,7 @@ def _at_the_end(walk: Walk, apart: Mapping[int, Sequence[Tensor]]) -> dict[int, 
 class Changed:
     """A model with some other tensors (walk.Source)."""
 
-    source: Source
+    source: WeightSource
     tensors: Mapping[str, Tensor]
     activations: Mapping[str, Activation]
 
@@ -414,7 +416,7 @@ class Changed:
         return self.tensors[name] if name in self.tensors else self.source.read(name)
 
 
-def _alone(source: Source, windows: Sequence[Sequence[int]], pair: Pair, device: str) -> float:
+def _alone(source: WeightSource, windows: Sequence[Sequence[int]], pair: Pair, device: str) -> float:
     """The mean KL of a model that is run from its first token to its logits with a pair's tensors."""
     modules = [name.removesuffix(".weight") for name in pair.tensors]
     rounded = dict.fromkeys(modules, pair.activation) if pair.activation else {}

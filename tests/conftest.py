@@ -1,9 +1,10 @@
 """Shared fixtures: small real files, written by the formats' own libraries."""
 
+import hashlib
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,43 +13,31 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores: threads of their own would only get in the way
+from shared import TinyModel, shared
+from tiny_files import LLAMA, SHAPES, MakeFolder
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # one process per core: more threads would only compete
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job; what tests start would inherit it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background job; subprocesses would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 96,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-}
-BLOCK = {
-    "input_layernorm.weight": (64,),
-    "self_attn.q_proj.weight": (64, 64),
-    "self_attn.k_proj.weight": (32, 64),
-    "self_attn.v_proj.weight": (32, 64),
-    "self_attn.o_proj.weight": (64, 64),
-    "post_attention_layernorm.weight": (64,),
-    "mlp.gate_proj.weight": (128, 64),
-    "mlp.up_proj.weight": (128, 64),
-    "mlp.down_proj.weight": (64, 128),
-}
-SHAPES = {
-    "model.embed_tokens.weight": (96, 64),
-    **{f"model.layers.{index}.{name}": shape for index in range(2) for name, shape in BLOCK.items()},
-    "model.norm.weight": (64,),
-}
-PARAMETERS = sum(int(np.prod(shape)) for shape in SHAPES.values())
 
-MakeFolder = Callable[..., Path]
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """Gives the folder of a tiny model, tiny("LlamaForCausalLM", num_hidden_layers=3): each is written once a run.
+
+    Tests must not write into it: copy it with `shutil.copytree(tiny(...), tmp_path / "model")`.
+    """
+
+    def folder(architecture: str, seed: int = 0, **settings: Any) -> Path:
+        from tiny_models import write_model
+
+        digest = hashlib.sha256(repr((seed, sorted(settings.items()))).encode()).hexdigest()[:12]
+        name = f"{architecture}-{digest}"
+        return shared(tmp_path_factory, name, lambda path: write_model(path, architecture, seed, **settings))
+
+    return folder
 
 
 @pytest.fixture
@@ -109,7 +98,7 @@ def gguf_file(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def exact_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Statistics apart from the user's, gathered in float32 as what they are held against."""
+    """A calibration store of the test's own, with statistics in float32 like the oracles they are compared with."""
     import torch
 
     from quantry.quantizing.calibration import calibrator as calibrated

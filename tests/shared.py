@@ -1,4 +1,4 @@
-"""Expensive things that all workers of a test run share: made once, by whoever needs them first, in a folder of the run."""
+"""Expensive things that all workers of a test run share: the first worker that needs one makes it."""
 
 import fcntl
 import shutil
@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 
+TinyModel = Callable[..., Path]  # of the fixture `tiny`
+
 
 def shared(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """The folder `name`, which `make` fills; other processes of the same run wait for it and take it as it is.
+    """Returns the folder `name` of this run; `make` fills it once, and other workers wait for that.
 
     Tests must not write into it.
     """
     root = factory.getbasetemp()
-    root = root.parent if root.name.startswith("popen-") else root  # of xdist's workers, all in one folder
+    root = root.parent if root.name.startswith("popen-") else root  # xdist gives each worker a subfolder
     folder, done = root / "shared" / name, root / "shared" / f"{name}.done"
     folder.parent.mkdir(exist_ok=True)
     with (root / "shared" / f"{name}.lock").open("w") as lock:

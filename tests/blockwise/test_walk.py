@@ -1,4 +1,4 @@
-"""The model run block by block against transformers' own run of the whole."""
+"""The model run block by block against transformers' run of the whole model."""
 
 import gc
 import weakref
@@ -14,10 +14,12 @@ import transformers
 from torch import Tensor, nn
 
 from quantry.blockwise import walk
+from quantry.blockwise.taps import LinearInputs
 from quantry.errors import CheckpointError, ConfigError, QuantryError, WeightError
 from quantry.proof.sources import open_source
 from quantry.types import Activation, Grid
-from tiny_models import ARCHITECTURES, SMALL, draw, write_model
+from shared import TinyModel
+from tiny_models import ARCHITECTURES, SMALL, draw
 
 LENGTHS = (70, 33, 70, 5, 70, 70, 300)  # longer than Gemma's sliding window of 64 and Phi's of 256
 INT8 = Activation(Grid("int", 8))
@@ -45,7 +47,7 @@ def held(folder: Path) -> Held:
 
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """What transformers makes of a folder, with experts one by one."""
+    """transformers' model of a folder, with experts one by one."""
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager").eval()
 
 
@@ -62,33 +64,28 @@ def logits(model: Any, tokens: list[int]) -> Tensor:
 def assert_same_run(folder: Path, dtype: torch.dtype = torch.float32, lengths: Sequence[int] = LENGTHS) -> None:
     model = loaded(folder, dtype)
     texts = windows(model.get_input_embeddings().weight.shape[0], lengths)
-    found = list(walk.run(open_source(folder), texts, dtype=dtype, batch=2))
-    assert [index for index, _ in found] == list(range(len(texts)))
-    for index, made in found:
+    results = list(walk.run(open_source(folder), texts, dtype=dtype, batch=2))
+    assert [index for index, _ in results] == list(range(len(texts)))
+    for index, made in results:
         expected = logits(model, texts[index])
         assert made.shape == expected.shape
         assert made.dtype == torch.float32
         torch.testing.assert_close(made, expected, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=2e-5)
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    write_model(folder, "LlamaForCausalLM", num_hidden_layers=3)
-    return folder
+@pytest.fixture
+def llama(tiny: TinyModel) -> Path:
+    return tiny("LlamaForCausalLM", num_hidden_layers=3)
 
 
-@pytest.fixture(scope="module")
-def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("moe")
-    write_model(folder, "Qwen3MoeForCausalLM")
-    return folder
+@pytest.fixture
+def moe(tiny: TinyModel) -> Path:
+    return tiny("Qwen3MoeForCausalLM")
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_logits_are_those_of_the_whole_model(architecture: str, tmp_path: Path) -> None:
-    write_model(tmp_path, architecture)
-    assert_same_run(tmp_path)
+def test_logits_are_those_of_the_whole_model(architecture: str, tiny: TinyModel) -> None:
+    assert_same_run(tiny(architecture))
 
 
 GEMMA4 = {  # blocks reuse each other's keys, and get inputs that depend on the tokens
@@ -138,21 +135,21 @@ def test_batches_do_not_matter(moe: Path) -> None:
         torch.testing.assert_close(alone[index], together[index], rtol=1e-5, atol=2e-5)
 
 
-def test_a_head_of_its_own_beside_a_tied_config(tmp_path: Path) -> None:
-    """Both tensors are there and differ: transformers does not tie them then."""
-    write_model(tmp_path, "Qwen2ForCausalLM")
-    source = held(tmp_path)
+def test_a_separate_head_despite_a_tied_config(tiny: TinyModel) -> None:
+    """Both tensors are stored and differ: transformers does not tie them then."""
+    folder = tiny("Qwen2ForCausalLM")
+    source = held(folder)
     source.tensors["lm_head.weight"] = source.tensors["model.embed_tokens.weight"].flip(0)
-    model = loaded(tmp_path)
+    model = loaded(folder)
     model.lm_head.weight = nn.Parameter(source.tensors["lm_head.weight"].float())
     texts = windows(200, (20,))
     torch.testing.assert_close(dict(walk.run(source, texts))[0], logits(model, texts[0]), rtol=1e-5, atol=2e-5)
 
 
-def test_progress_tells_each_block(llama: Path) -> None:
-    told: list[tuple[int, int, str]] = []
-    list(walk.run(open_source(llama), windows(100, (4,)), progress=lambda *words: told.append(words)))
-    assert told == [(index, 3, f"model.layers.{index}") for index in range(3)]
+def test_progress_reports_each_block(llama: Path) -> None:
+    reports: list[tuple[int, int, str]] = []
+    list(walk.run(open_source(llama), windows(100, (4,)), progress=lambda *words: reports.append(words)))
+    assert reports == [(index, 3, f"model.layers.{index}") for index in range(3)]
 
 
 def test_blocks_give_outputs_without_keeping_them_and_advance_once(llama: Path) -> None:
@@ -175,12 +172,14 @@ def test_blocks_give_outputs_without_keeping_them_and_advance_once(llama: Path) 
 def test_one_block_is_in_memory_at_a_time(llama: Path) -> None:
     path = walk.Walk(open_source(llama))
     earlier: list[weakref.ref[Tensor]] = []
+    gc.freeze()  # collect only what the walk makes
     for block in path.blocks(windows(200, (8, 8))):
         gc.collect()
         assert not any(weight() is not None for weight in earlier)
         there = {name for name, weight in path.skeleton.model.named_parameters() if not weight.is_meta}
         assert there == {f"{block.name}.{name}" for name, _ in block.module.named_parameters()}
         earlier = [weakref.ref(weight) for weight in block.module.parameters()]
+    gc.unfreeze()
     rows = path.logits()
     next(rows)
     there = {name for name, weight in path.skeleton.model.named_parameters() if not weight.is_meta}
@@ -250,7 +249,7 @@ def quantizing_experts(experts: Any) -> Any:
 
 @pytest.mark.parametrize("which", ["attention", "experts"])
 def test_quantized_inputs_are_simulated(which: str, moe: Path) -> None:
-    """Against modules whose forward is restated; what is not quantized stays as it is."""
+    """Against modules whose forward is restated; the rest stays unquantized."""
     source, model = held(moe), loaded(moe)
     chosen = ".self_attn." if which == "attention" else ".experts."
     source.activations = {
@@ -267,14 +266,14 @@ def test_quantized_inputs_are_simulated(which: str, moe: Path) -> None:
     assert (made - logits(loaded(moe), texts[0])).abs().max() > 1e-2
 
 
-def test_experts_that_differ_are_told_apart(moe: Path) -> None:
+def test_experts_are_distinguished(moe: Path) -> None:
     source = held(moe)
     names = [f"model.layers.1.mlp.experts.2.{name}_proj" for name in ("gate", "up", "down")]
     source.activations = dict.fromkeys(names, INT8)
     seen: set[tuple[str, int | None]] = set()
     path = walk.Walk(source)
     for block in path.blocks(windows(200, (40,))):
-        with walk.LinearInputs(block.module, block.name, lambda name, expert, _: seen.add((name, expert))):
+        with LinearInputs(block.module, block.name, lambda name, expert, _: seen.add((name, expert))):
             list(block.outputs())
     assert set(path.skeleton.activations) == {
         ("model.layers.1.mlp.experts.gate_up_proj", 2),
@@ -315,7 +314,7 @@ def test_inputs_of_linear_layers_are_shown_and_replaced() -> None:
         seen[name] = value
         return value * 2 if name == "top.2" else None
 
-    with walk.LinearInputs(module, "top", double):
+    with LinearInputs(module, "top", double):
         made = module(inputs)
         torch.nn.functional.linear(input=inputs, weight=module[0].weight, bias=None)  # type: ignore[arg-type]
     assert list(seen) == ["top.0", "top.2"]
@@ -333,9 +332,8 @@ def test_inputs_of_linear_layers_are_shown_and_replaced() -> None:
         ("Qwen2ForCausalLM", "model.embed_tokens.weight"),
     ],
 )
-def test_a_missing_tensor_is_named(architecture: str, lost: str, tmp_path: Path) -> None:
-    write_model(tmp_path, architecture)
-    source = held(tmp_path)
+def test_a_missing_tensor_is_named(architecture: str, lost: str, tiny: TinyModel) -> None:
+    source = held(tiny(architecture))
     del source.tensors[lost]
     with pytest.raises(CheckpointError) as error:
         walk.Walk(source)
@@ -353,7 +351,7 @@ def test_an_unexpected_tensor_is_named(llama: Path) -> None:
     source = held(llama)
     source.tensors["model.layers.1.mlp.side_proj.weight"] = torch.ones(2, 2)
     source.tensors["model.layers.7.mlp.up_proj.weight"] = torch.ones(2, 2)
-    with pytest.raises(CheckpointError, match=r"unexpected model\.layers\.1\.mlp\.side_proj\.weight and 1 more"):
+    with pytest.raises(CheckpointError, match=r"has model\.layers\.1\.mlp\.side_proj\.weight and 1 more"):
         walk.Walk(source)
 
 
@@ -417,12 +415,12 @@ class Broken(dict[str, Tensor]):
         ({"model_type": "quokka"}, "has no model 'quokka'"),
         ({"model_type": "quokka", "auto_map": {"AutoConfig": "x.Y"}}, "code that comes with a model is not run"),
         ({"model_type": None}, "has no model 'None'"),
-        ({"hidden_size": "wide"}, "no llama can be made of the config"),
-        ({"model_type": "bert"}, "no bert can be made of the config|has no stack|lacks"),
-        ({"num_attention_heads": 5}, "no llama can be made of the config"),
+        ({"hidden_size": "wide"}, "cannot build a llama from the config"),
+        ({"model_type": "bert"}, "cannot build a bert from the config|has no stack|lacks"),
+        ({"num_attention_heads": 5}, "cannot build a llama from the config"),
     ],
 )
-def test_a_config_that_makes_no_model_is_refused(change: dict[str, Any], words: str, llama: Path) -> None:
+def test_an_unusable_config_is_refused(change: dict[str, Any], words: str, llama: Path) -> None:
     source = held(llama)
     source.config = {**source.config, **change}
     with pytest.raises((ConfigError, CheckpointError), match=words):
@@ -457,11 +455,9 @@ def _quiet_transformers() -> Iterator[None]:
     transformers.utils.logging.enable_progress_bar()
 
 
-def test_models_made_at_once_leave_transformers_as_it_was(tmp_path: Path) -> None:
-    """What keeps one from tying weights holds for all threads while it lasts."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    write_model(folder, "Qwen2ForCausalLM")
+def test_models_made_at_once_leave_transformers_unchanged(tiny: TinyModel) -> None:
+    """Building a model without tying its weights patches transformers for all threads."""
+    folder = tiny("Qwen2ForCausalLM")
     before = transformers.PreTrainedModel.tie_weights
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: walk.Walk(open_source(folder)), range(24)))

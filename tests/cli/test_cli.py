@@ -11,10 +11,10 @@ import typer.main
 
 import quantry
 from command import command, imported, process
-from conftest import LLAMA, MakeFolder
 from quantry import registry
 from quantry.cli import _flags, app
 from quantry.errors import UnknownNameError
+from tiny_files import LLAMA, MakeFolder
 
 HEAVY = {"torch", "transformers", "numpy", "gguf", "huggingface_hub", "safetensors", "tokenizers", "xllamacpp", "httpx"}
 

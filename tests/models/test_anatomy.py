@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from conftest import LLAMA, PARAMETERS, MakeFolder
 from quantry.errors import QuantryError
 from quantry.models.already_quantized import weights_of
 from quantry.models.anatomy import dissect, inspect
 from quantry.models.attention import kv_layers, layer_kinds
 from quantry.models.parts import part_of
 from quantry.types import Checkpoint, TensorInfo
+from tiny_files import LLAMA, PARAMETERS, MakeFolder
 
 SMALL = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4,

@@ -5,12 +5,12 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from conftest import LLAMA, SHAPES
 from quantry import registry
 from quantry.errors import QuantryError
 from quantry.models.anatomy import dissect
 from quantry.models.gguf import config_of
 from quantry.types import Checkpoint, TensorInfo
+from tiny_files import LLAMA, SHAPES
 
 KEYS = [
     *LLAMA, "head_dim", "v_head_dim", "sliding_window", "sliding_window_pattern", "layer_types", "layers_block_type",

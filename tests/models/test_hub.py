@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 import quantry
-from conftest import PARAMETERS, MakeFolder
 from quantry.errors import QuantryError
 from quantry.models.anatomy import inspect
 from quantry.models.reader import demo_folder
+from tiny_files import PARAMETERS, MakeFolder
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from conftest import SHAPES, MakeFolder
 from quantry.errors import CheckpointError, QuantryError
 from quantry.models.files import LocalFiles
 from quantry.models.safetensors import read_header, read_tensors
+from tiny_files import SHAPES, MakeFolder
 
 
 def write(folder: Path, header: Any, data: bytes = b"", length: int | None = None) -> LocalFiles:

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from conftest import LLAMA, PARAMETERS, MakeFolder
 from quantry.errors import CheckpointError, ConfigError, ModelNotFoundError, QuantryError
 from quantry.models.anatomy import dissect
 from quantry.models.shapes import complete, known_families, tensors_of
 from quantry.planning.models import find_model, from_config, known_models, open_model
+from tiny_files import LLAMA, PARAMETERS, MakeFolder
 
 SMALL = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -13,7 +13,6 @@ import torch
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from conftest import LLAMA
 from quantry.blockwise.walk import Walk
 from quantry.errors import OutputError, QuantryError
 from quantry.models.identity import identity
@@ -22,6 +21,7 @@ from quantry.quantizing.calibration.observe import Observed, collect
 from quantry.quantizing.calibration.store import Statistics, Store, default_store, statistics
 from quantry.quantizing.calibration.text import Data
 from test_observe import WINDOWS, Folder
+from tiny_files import LLAMA
 from tiny_models import write_model
 
 
@@ -278,7 +278,7 @@ def test_hidden_states_in_a_file_give_the_same_numbers(folder: Path, tmp_path: P
         assert all(map(same, found, expected))
         assert {batch.spilled for batch in walk.batches} == {memory == 0}
     assert list((tmp_path / "scratch").iterdir()) == []
-    with pytest.raises(OutputError, match="find no room in .*missing"):
+    with pytest.raises(OutputError, match="no room for .* in .*missing"):
         statistics(Folder(folder), data(), memory=0, scratch=tmp_path / "missing").observed(0)
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from quantry.blockwise.walk import Block, LinearInputs, Walk
+from quantry.blockwise.taps import LinearInputs
+from quantry.blockwise.walk import Block, Walk
 from quantry.errors import QuantryError, RecipeError
 from quantry.methods.fits import absmax
 from quantry.methods.rounders import nearest

@@ -10,7 +10,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from quantry.blockwise.walk import LinearInputs, Walk
+from quantry.blockwise.taps import LinearInputs
+from quantry.blockwise.walk import Walk
 from quantry.errors import QuantryError, WeightError
 from quantry.models.linears import fused_name, linears
 from quantry.models.reader import demo_folder, open_checkpoint

@@ -20,7 +20,6 @@ import openai
 import pytest
 
 import quantry
-from conftest import LLAMA, MakeFolder
 from quantry import devices
 from quantry.engines.contract import Command, Serving, Step
 from quantry.errors import QuantryError
@@ -32,6 +31,7 @@ from quantry.serving import Options, choose, container, embedded, prepare, proce
 from quantry.serving.cores import physical_cores
 from quantry.serving.process import EngineError, Launch, Running
 from quantry.types import Workload
+from tiny_files import LLAMA, MakeFolder
 
 STORY = "Once upon a time there was a little girl named Lily. She"
 SMALL: dict[str, Any] = {"port": 0, "threads": 1}

@@ -27,7 +27,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from quantry import __version__
-from quantry.blockwise.walk import Source, Walk, run
+from quantry.blockwise.skeleton import WeightSource
+from quantry.blockwise.walk import Walk, run
 from quantry.errors import OutputError, QuantryError, WeightError
 from quantry.methods.fits import absmax
 from quantry.methods.rounders import nearest
@@ -188,7 +189,7 @@ class StandIn:
 
     activations: Mapping[str, Activation] = {}
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: WeightSource) -> None:
         self.config, self.names = source.config, source.names
         self._source = source
         self._blocks = int(text_config(source.config)["num_hidden_layers"])
@@ -314,7 +315,7 @@ class _Builder:
         exact = written.top_k(index).first(window.scored)
         return kl(exact, scores_at(logits, window.tokens, window.start, exact.ids))
 
-    def _run(self, source: Source, tokens: int, dtype: torch.dtype, batch: int) -> Iterator[tuple[int, Tensor]]:
+    def _run(self, source: WeightSource, tokens: int, dtype: torch.dtype, batch: int) -> Iterator[tuple[int, Tensor]]:
         """Yields the index of each probe with the logits of its first tokens."""
         starts = [self._start_of(index, tokens).tokens for index in self._probes]
         for place, logits in run(source, starts, device=self._device, dtype=dtype, batch=batch, progress=self._report):

@@ -27,7 +27,9 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from quantry.blockwise.walk import CPU, Batch, Block, LinearOutputs, Place, Source, Walk, mapped
+from quantry.blockwise.skeleton import WeightSource
+from quantry.blockwise.taps import LinearOutputs, Place
+from quantry.blockwise.walk import CPU, Batch, Block, Walk, mapped
 from quantry.errors import QuantryError
 from quantry.models.linears import QUANTIZED_PARTS
 from quantry.models.parts import part_of
@@ -58,7 +60,7 @@ class Fisher:
 
 
 def fisher(
-    source: Source,
+    source: WeightSource,
     windows: Sequence[Sequence[int]],
     *,
     device: str | torch.device = "cpu",

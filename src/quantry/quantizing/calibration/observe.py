@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from quantry.blockwise.walk import Block, LinearInputs, Place
+from quantry.blockwise.taps import LinearInputs, Place
+from quantry.blockwise.walk import Block
 from quantry.errors import QuantryError, WeightError
 from quantry.models.linears import QUANTIZED_PARTS, STACKED
 from quantry.models.parts import part_of

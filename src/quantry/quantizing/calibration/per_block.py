@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from quantry.blockwise.walk import CPU, Block, Place
+from quantry.blockwise.taps import Place
+from quantry.blockwise.walk import CPU, Block
 from quantry.errors import QuantryError
 from quantry.llamacpp import importance
 from quantry.llamacpp.tensor_map import Target, TensorSlice

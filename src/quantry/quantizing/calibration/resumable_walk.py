@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantry.blockwise.walk import Block, Source, Walk
+from quantry.blockwise.skeleton import WeightSource
+from quantry.blockwise.walk import Block, Walk
 from quantry.errors import ConfigError
 from quantry.models.weights import DTYPES, NAMES, as_bytes
 from quantry.types import Progress
@@ -31,7 +32,7 @@ KEPT = re.compile(r"hidden-(\d{5})\.partial")  # a workspace removes what ends i
 class Passage:
     """A walk to where it is asked to go; nothing is run before."""
 
-    source: Source
+    source: WeightSource
     windows: Sequence[Sequence[int]]
     device: torch.device
     leave: Callable[[Block], None]  # what is done to a block before it is left behind

@@ -25,7 +25,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from quantry import __version__
-from quantry.blockwise.walk import Block, Source
+from quantry.blockwise.skeleton import WeightSource
+from quantry.blockwise.walk import Block
 from quantry.errors import ConfigError, QuantryError
 from quantry.models.attention import text_config
 from quantry.models.identity import SAMPLED, places
@@ -63,7 +64,7 @@ class Statistics:
     Blocks are best asked for in order: a walk goes forward, and begins again for a block that it has passed.
     """
 
-    source: Source
+    source: WeightSource
     data: Data
     device: torch.device
     dtype: torch.dtype = torch.float32
@@ -196,13 +197,13 @@ class Statistics:
 
 
 def statistics(
-    source: Source, data: Data, *, device: str | torch.device = "cpu", cache: Store | None = None, **how: Any
+    source: WeightSource, data: Data, *, device: str | torch.device = "cpu", cache: Store | None = None, **how: Any
 ) -> Statistics:
     """The statistics of a model on some data, kept in `cache` if one is given; `how` has the other fields."""
     return Statistics(source=source, data=data, device=torch.device(device), cache=cache, **how)
 
 
-def _values_digest(source: Source) -> str:
+def _values_digest(source: WeightSource) -> str:
     """The same of a source that is no plain checkpoint; decoding takes as long as reading all of it."""
     digest = sha256(json.dumps(source.config, sort_keys=True, default=str).encode())
     digest.update(json.dumps({name: str(kind) for name, kind in sorted(source.activations.items())}).encode())
