@@ -1,9 +1,11 @@
 """Expensive things that all workers of a test run share: the first worker that needs one makes it."""
 
 import fcntl
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,3 +29,13 @@ def shared(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], ob
             make(folder)
             done.touch()
     return folder
+
+
+def recorded(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> Any:
+    """What `make` returns, given a folder that stays: computed once in a run, pickled for the other processes."""
+
+    def record(folder: Path) -> None:
+        (folder / "files").mkdir()
+        (folder / "value").write_bytes(pickle.dumps(make(folder / "files")))
+
+    return pickle.loads((shared(factory, name, record) / "value").read_bytes())

@@ -6,81 +6,121 @@ import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from html.parser import HTMLParser
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import httpx
 import pytest
-from typer.testing import CliRunner, Result
 
 import quantry
-from quantry.cli import app
+from command import command
+from demo_artefacts import gguf_in, quantized_demo
 from quantry.cli.bench import picture
 from quantry.engines.contract import adapter
 from quantry.errors import QuantryError
 from quantry.jobs.load import bench as load
-from quantry.jobs.load import endpoint, guide
-from quantry.jobs.load.bench import LIMITS, Bench, Lengths, Level, Spread, bench, judge, level, limit
+from quantry.jobs.load import endpoint, guidellm_process
+from quantry.jobs.load.bench import Bench, bench
+from quantry.jobs.load.guidellm_process import GuidellmProcess
 from quantry.jobs.load.metrics import Watch, parse, which
 from quantry.jobs.load.page import page
+from quantry.jobs.load.results import Level, Spread, level_of
+from quantry.jobs.load.scenario import Lengths, Profile
+from quantry.jobs.load.slo import LIMITS, judge, parse_limit
 from quantry.serving import serve
-from quantry.serving.process import Running
+from shared import recorded
 
+Result = CompletedProcess[str]
 PROMPT, PREFIX, REQUESTS = 64, 96, 6
 KEY = "a-key-of-the-test"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder: Path = tmp_path_factory.mktemp("bench")
-    quantry.quantize("demo", folder / "q8", preset="gguf-q8_0")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QUANTRY_CACHE", str(folder))
-        file = next((folder / "q8").glob("*.gguf"))
-        with serve(file, port=0, threads=1, context=256, parallel=2, api_key=KEY) as running:
-            yield running
+@dataclass(frozen=True)
+class Session:
+    """What a real server showed: one load through the command line, its pages, and what it refused."""
+
+    found: Bench
+    result: Result
+    reports: dict[str, dict[str, Any]]  # guidellm's own, by the name of the level
+    metrics: str
+    tokens: tuple[list[int], list[int]]  # of one text: by the tokenizer found for the served file, by the demo's
+    errors: dict[str, tuple[str, int]]  # with exit codes
 
 
 @pytest.fixture(scope="module")
-def reports() -> dict[str, dict[str, Any]]:
-    """guidellm's own reports of the levels, by name, as the fixture below saw them."""
-    return {}
+def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
+    file = gguf_in(quantized_demo(tmp_path_factory, "gguf-q8_0"))
+
+    def make(folder: Path) -> Session:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("QUANTRY_CACHE", str(folder))
+            with serve(file, port=0, threads=1, context=256, parallel=2, api_key=KEY) as running:
+                (folder / "tokenizer").mkdir()
+                place = endpoint.tokenizer(endpoint.find(running.url, None, KEY), None, folder / "tokenizer")
+                demo = Path(quantry.__file__).parent / "demo"
+                return Session(
+                    *loaded(running.url, folder / "new" / "folder"),
+                    metrics=httpx.get(f"{running.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text,
+                    tokens=(tokens_by(Path(place)), tokens_by(demo)),
+                    errors={words: refusal(running.url, options) for words, options in REFUSED_BY_THE_SERVER.items()},
+                )
+
+    session: Session = recorded(tmp_path_factory, "bench-session", make)
+    return session
 
 
-@pytest.fixture(scope="module")
-def ran(
-    server: Running, reports: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Bench, Result]]:
-    """One real load for all tests, through the command line: two levels, and a prefix that all prompts share."""
-    run, measure, results = guide.Guide.run, load.bench, []
+def loaded(url: str, folder: Path) -> tuple[Bench, Result, dict[str, dict[str, Any]]]:
+    """A load through the command line: two levels, and a prefix that all prompts share; with guidellm's reports."""
+    run, measure = GuidellmProcess.run, load.bench
+    results: list[Bench] = []
+    reports: dict[str, dict[str, Any]] = {}
 
-    def kept(self: guide.Guide, spec: Mapping[str, Any]) -> dict[str, Any]:
-        asked = {**spec, "metrics": {"kind": "generative"}}  # with the texts of all requests
-        reports[f"{spec['profile']['streams'][0]} at once"] = report = run(self, asked)
+    def kept(self: GuidellmProcess, scenario: Mapping[str, Any]) -> dict[str, Any]:
+        whole = {**scenario, "metrics": {"kind": "generative"}}  # with the texts of all requests
+        reports[f"{scenario['profile']['streams'][0]} at once"] = report = run(self, whole)
         return report
 
     def noted(*asked: Any, **more: Any) -> Bench:
         results.append(measure(*asked, **more))
         return results[-1]
 
-    folder = tmp_path_factory.mktemp("out") / "new" / "folder"
     words = (
-        f"bench {server.url}/v1/ --concurrency 1,2 --prompt-tokens {PROMPT} --requests {REQUESTS} --json "
+        f"bench {url}/v1/ --concurrency 1,2 --prompt-tokens {PROMPT} --requests {REQUESTS} --json "
         f"--answer-tokens 12,stdev=3,min=8,max=16 --shared-prefix {PREFIX} --slo ttft_p95=1000s,tpot_p95=0.001ms "
         f"-o {folder}"
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(guide.Guide, "run", kept)
+        patch.setattr(GuidellmProcess, "run", kept)
         patch.setattr(load, "bench", noted)
-        result = CliRunner().invoke(app, words.split(), env={"QUANTRY_API_KEY": KEY})
-        yield results[0], result
+        patch.setenv("QUANTRY_API_KEY", KEY)
+        result = command(*words.split())
+        return results[0], result, reports
+
+
+def tokens_by(folder: Path) -> list[int]:
+    from transformers import AutoTokenizer
+
+    tokens: list[int] = AutoTokenizer.from_pretrained(folder)("Once upon a time there was a little girl.")["input_ids"]
+    return tokens
+
+
+def refusal(url: str, options: dict[str, Any]) -> tuple[str, int]:
+    with pytest.raises(QuantryError) as caught:
+        bench(url, **{"api_key": KEY, **options})
+    return str(caught.value), caught.value.exit_code
 
 
 @pytest.fixture(scope="module")
-def found(ran: tuple[Bench, Result]) -> Bench:
-    return ran[0]
+def found(session: Session) -> Bench:
+    return session.found
+
+
+@pytest.fixture(scope="module")
+def reports(session: Session) -> dict[str, dict[str, Any]]:
+    return session.reports
 
 
 def answered(report: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -123,7 +163,8 @@ def test_the_figures_are_those_of_the_requests(found: Bench, reports: dict[str, 
         span = reports[one.name]["end_time"] - reports[one.name]["start_time"]
         tokens = sum(row["output_tokens"] for row in rows)
         assert one.output_tokens_per_second == pytest.approx(tokens / span, rel=0.02)
-        assert one.requests_per_second == pytest.approx(len(rows) / span, rel=0.02)
+        ended = sum(row["request_end_time"] <= reports[one.name]["end_time"] for row in rows)  # not just started
+        assert one.requests_per_second == pytest.approx(ended / span, rel=0.02)
 
 
 def test_no_level_gets_the_prompts_of_another(found: Bench, reports: dict[str, Any]) -> None:
@@ -229,7 +270,7 @@ def test_every_limit_has_a_figure() -> None:
     [("ttft_p95=500ms", 500.0), ("ttft_p95=0.5s", 500.0), ("ttft_p95=7", 7.0), ("error_rate=1%", 0.01)],
 )
 def test_limits_in_words(words: str, value: float) -> None:
-    name, found = limit(words)
+    name, found = parse_limit(words)
     assert name == words.partition("=")[0]
     assert found == pytest.approx(value)
 
@@ -237,12 +278,12 @@ def test_limits_in_words(words: str, value: float) -> None:
 @pytest.mark.parametrize("words", ["ttft_p95", "ttft_p95=fast", "ttft_p95=-1", "ttft_p95=1.2.3", "=5m"])
 def test_no_limit(words: str) -> None:
     with pytest.raises(QuantryError):
-        limit(words)
+        parse_limit(words)
 
 
 def test_lengths_in_words() -> None:
     assert Lengths.of("256,stdev=64,min=16,max=512", "it") == Lengths(256, 64, 16, 512)
-    assert Lengths.of(8, "it").asked("prompt_tokens") == {"prompt_tokens": 8}
+    assert Lengths.of(8, "it").to_guidellm("prompt_tokens") == {"prompt_tokens": 8}
     assert str(Lengths(256, 64, 16, 512)) == "256,stdev=64,min=16,max=512"
     for wrong in ("", "x", "0", "10,most=3", "10,min=11", "10,max=9", "10,stdev=0", -3, 2.5):
         with pytest.raises(QuantryError, match="it "):
@@ -316,76 +357,80 @@ def test_a_server_without_a_page_is_measured_without() -> None:
     assert watch.figures() is None
 
 
-def test_the_embedded_engine_has_the_names_that_are_read(server: Running) -> None:
-    text = httpx.get(f"{server.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
+def test_the_embedded_engine_has_the_names_that_are_read(session: Session) -> None:
     told = adapter("llama.cpp").METRICS
     assert told is not None
     assert told.prefix_hit_rate is not None
-    assert set(told.prefix_hit_rate.under) <= set(parse(text))
+    assert set(told.prefix_hit_rate.under) <= set(parse(session.metrics))
 
 
 # ---- the endpoint ----
 
 
-def test_the_tokenizer_is_that_of_the_served_file(server: Running, tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    place = endpoint.tokenizer(endpoint.find(server.url, None, KEY), None, tmp_path)
-    demo = Path(quantry.__file__).parent / "demo"
-    text = "Once upon a time there was a little girl."
-    ours, theirs = (AutoTokenizer.from_pretrained(folder)(text)["input_ids"] for folder in (place, demo))
-    assert ours == theirs
+def test_the_tokenizer_is_that_of_the_served_file(session: Session) -> None:
+    assert session.tokens[0] == session.tokens[1]
 
 
-def refused(server: Running, words: str, **asked: Any) -> None:
+REFUSED_BY_THE_SERVER: dict[str, dict[str, Any]] = {
+    "give its key with --api-key": {"api_key": None},
+    "serves no model 'other'": {"model": "other"},
+    "nowhere/at/all has no tokenizer": {"tokenizer": "nowhere/at/all"},
+}
+
+
+def assert_refused(error: tuple[str, int], words: str) -> None:
     """An error of one line that has these words, before anything is measured."""
-    with pytest.raises(QuantryError, match=re.escape(words)) as caught:
-        bench(asked.pop("url", server.url), **{"api_key": KEY, **asked})
-    assert "\n" not in str(caught.value)
-    assert caught.value.exit_code == 2
+    assert words in error[0]
+    assert "\n" not in error[0]
+    assert error[1] == 2
+
+
+@pytest.mark.parametrize("words", REFUSED_BY_THE_SERVER)
+def test_refusals_of_a_server(session: Session, words: str) -> None:
+    assert_refused(session.errors[words], words)
 
 
 @pytest.mark.parametrize(
-    ("words", "asked"),
+    ("words", "options"),
     [
-        ("give its key with --api-key", {"api_key": None}),
-        ("serves no model 'other'", {"model": "other"}),
-        ("cannot be reached", {"url": "http://127.0.0.1:9"}),
+        ("cannot be reached", {}),
         ("is not the address of a server", {"url": "ftp://somewhere"}),
         ("is not the address of a server", {"url": "http://127.0.0.1:99999"}),
         ("the concurrency is [0]", {"concurrency": [0]}),
         ("the concurrency is []", {"concurrency": []}),
         ("the rate is -1", {"rate": -1}),
-        ("asked for at once", {"rate": 1.0, "concurrency": [1]}),
+        ("exclude each other", {"rate": 1.0, "concurrency": [1]}),
         ("requests is 0", {"requests": 0}),
         ("seconds is -2", {"seconds": -2}),
         ("unknown limit 'ttft_p96'; did you mean", {"slo": {"ttft_p96": 1.0}}),
         ("the limit ttft_p95 is nan", {"slo": {"ttft_p95": float("nan")}}),
         ("a shared prefix of -1 tokens", {"shared_prefix": -1}),
         ("there is no file nowhere.jsonl", {"dataset": "nowhere.jsonl"}),
-        ("nowhere/at/all has no tokenizer", {"tokenizer": "nowhere/at/all"}),
         ("--prompt-tokens is 'x'", {"prompt_tokens": "x"}),
         ("is not a program that can be run", {"guidellm_python": Path("/nowhere/python")}),
         ("is a file", {"output": Path(__file__)}),
     ],
 )
-def test_refusals(server: Running, words: str, asked: dict[str, Any]) -> None:
-    refused(server, words, **asked)
+def test_refusals(words: str, options: dict[str, Any]) -> None:
+    assert_refused(refusal(options.pop("url", "http://127.0.0.1:9"), options), words)
 
 
 def test_an_environment_without_guidellm_says_how_to_get_it(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\nexec python3 -I -S "$@"\n')
     python.chmod(0o755)
-    with pytest.raises(QuantryError, match=re.escape(guide.INSTALL)), guide.started(python, offline=True):
+    with (
+        pytest.raises(QuantryError, match=re.escape(guidellm_process.INSTALL)),
+        guidellm_process.started(python, offline=True),
+    ):
         pass
 
 
 def test_other_versions_of_guidellm_are_refused() -> None:
     for version in ("0.7.4", "1.0.0", "0.6"):
         with pytest.raises(QuantryError, match="0.8 or newer"):
-            guide._check_version(version)
-    guide._check_version("0.8.1")
+            guidellm_process.check_version(version)
+    guidellm_process.check_version("0.8.1")
 
 
 # ---- the command line ----
@@ -400,19 +445,17 @@ def test_the_command_line_shows_the_table_and_refuses_in_one_line(found: Bench) 
     shown = console.export_text()
     assert "1 at once" in shown
     assert "does not keep the limits" in shown
-    result = CliRunner().invoke(app, ["bench", "http://127.0.0.1:9", "--concurrency", "many"])
-    assert isinstance(result.exception, QuantryError)
-    assert "--concurrency is 'many'" in str(result.exception)
+    refused = command("bench", "http://127.0.0.1:9", "--concurrency", "many")
+    assert refused.returncode == 2
+    assert "--concurrency is 'many'" in refused.stderr
 
 
-def test_a_broken_limit_is_exit_code_1(
-    ran: tuple[Bench, Result], found: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert ran[1].exit_code == 1
-    assert json.loads(ran[1].stdout) == json.loads(json.dumps(found.to_dict()))
+def test_a_broken_limit_is_exit_code_1(session: Session, found: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert session.result.returncode == 1
+    assert json.loads(session.result.stdout) == json.loads(json.dumps(found.to_dict()))
     for verdict in ("pass", ""):  # the same load, kept
         monkeypatch.setattr(load, "bench", lambda *_, verdict=verdict, **__: replace(found, verdict=verdict))
-        assert CliRunner().invoke(app, ["bench", found.url, "--json"]).exit_code == 0
+        assert command("bench", found.url, "--json").returncode == 0
 
 
 def test_a_level_without_answers(reports: dict[str, Any], found: Bench) -> None:
@@ -423,8 +466,8 @@ def test_a_level_without_answers(reports: dict[str, Any], found: Bench) -> None:
             metric["successful"] |= {"count": 0, "mean": 0.0}
     report["metrics"]["request_totals"] = {"successful": 0, "errored": 2, "incomplete": 0, "total": 2}
     report["requests"] = {"errored": [{"info": {"error": "500 too\n full"}}] * 2, "successful": []}
-    one = level("1 at once", {"streams": [1]}, report, None)
+    one = level_of(Profile(1), report, None)
     assert (one.ttft, one.error_rate, one.problem) == (None, 1.0, "500 too full")
     said = r"HTTPStatusError(\"Client error '400 Bad Request' for url 'http://x/v1'\\nFor more\")"
     report["requests"]["errored"] = [{"info": {"error": said}}]
-    assert level("1 at once", {"streams": [1]}, report, None).problem == "the server answers 400 Bad Request"
+    assert level_of(Profile(1), report, None).problem == "the server answers 400 Bad Request"

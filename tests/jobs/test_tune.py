@@ -3,28 +3,29 @@
 import json
 import random
 import shlex
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from typer.testing import CliRunner
 
 import quantry
-from quantry.cli import app
+from command import command
+from demo_artefacts import gguf_in, quantized_demo
 from quantry.cli.tune import picture
 from quantry.errors import QuantryError
 from quantry.jobs.load import choice, prompts
-from quantry.jobs.load.bench import Level, Spread, judge
-from quantry.jobs.load.choice import Proof, Trial
+from quantry.jobs.load.choice import ArtefactProof, Recommendation, Trial
 from quantry.jobs.load.metrics import Figures, Watch
+from quantry.jobs.load.results import Level, Spread
+from quantry.jobs.load.slo import judge
 from quantry.jobs.load.switches import NAMES, Change, changes, serve_words
-from quantry.jobs.load.trials import proof
+from quantry.jobs.load.trials import read_proof
 from quantry.jobs.load.tune import Tuned, tune
 from quantry.quantizing import card
 from quantry.serving import serve
+from shared import recorded
 
 RULES = (
     "You are a careful teller of short stories. Always begin with the weather, never name a town, and end happily. " * 4
@@ -43,39 +44,39 @@ ASKED = (
 )
 BROKEN = [f"[{1000 + 37 * number}] {RULES} Tell me of {what}." for number, what in enumerate(ASKED)]
 MENDED = [f"{RULES} Tell me of {what}. [{1000 + 37 * number}]" for number, what in enumerate(ASKED)]
-PASSED, FAILED = Proof("pass", "general"), Proof("fail", "general")
+PASSED, FAILED = ArtefactProof("pass", "general"), ArtefactProof("fail", "general")
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    """The demo in two sizes, and logs apart from the user's."""
-    folder: Path = tmp_path_factory.mktemp("tune")
-    for name in ("gguf-q8_0", "gguf-q4_0"):
-        quantry.quantize("demo", folder / name, preset=name)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QUANTRY_CACHE", str(folder / "cache"))
-        yield {"q8": folder / "gguf-q8_0", "q4": next((folder / "gguf-q4_0").glob("*.gguf"))}
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The demo in two sizes."""
+    q8, q4 = (quantized_demo(tmp_path_factory, preset) for preset in ("gguf-q8_0", "gguf-q4_0"))
+    return {"q8": q8, "q4": gguf_in(q4)}
 
 
 @pytest.fixture(scope="module")
 def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Tuned:
     """One real run for all tests: prompts whose head changes, a draft model, and a type that there is not."""
-    folder: Path = tmp_path_factory.mktemp("tuned")
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in BROKEN))
-    return tune(
-        models["q8"],
-        dataset=folder / "prompts.jsonl",
-        answer_tokens=12,
-        concurrency=2,
-        requests=len(BROKEN),
-        slo={"ttft_p95": 1e6},
-        switches=["prefix-cache", "draft", "kv=q9"],
-        draft=models["q4"],
-        output=folder / "out",
-        context=256,
-        parallel=2,
-        threads=1,
-    )
+
+    def make(folder: Path) -> Tuned:
+        (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in BROKEN))
+        return tune(
+            models["q8"],
+            dataset=folder / "prompts.jsonl",
+            answer_tokens=12,
+            concurrency=2,
+            requests=len(BROKEN),
+            slo={"ttft_p95": 1e6},
+            switches=["prefix-cache", "draft", "kv=q9"],
+            draft=models["q4"],
+            output=folder / "out",
+            context=256,
+            parallel=2,
+            threads=1,
+        )
+
+    tuned: Tuned = recorded(tmp_path_factory, "tuned-demo", make)
+    return tuned
 
 
 # ---- real servers ----
@@ -132,9 +133,9 @@ def test_the_command_serves_what_was_recommended(found: Tuned) -> None:
         assert min(chosen.speed, chosen.second) > max(found.trials[0].speed, found.again.speed)
     assert found.command == chosen.command
     assert list(found.command[:3]) == ["quantry", "serve", found.artefact]
-    done = CliRunner().invoke(app, [*found.command[1:], "--dry-run", "--port", "0"])
-    assert done.exit_code == 0, done.output
-    words = shlex.split(done.output)
+    done = command(*found.command[1:], "--dry-run", "--port", "0")
+    assert done.returncode == 0, done.stderr
+    words = shlex.split(done.stdout)
     assert words[words.index("--ctx-size") + 1] == "512"
     assert ("--model-draft" in words) == any(change.switch == "draft" for change in chosen.changes)
 
@@ -149,20 +150,19 @@ def test_what_is_written_and_shown(found: Tuned) -> None:
     assert shown[-1].startswith(f"serve with: {found.chosen}, ")
 
 
-@pytest.mark.parametrize(("texts", "broken"), [(BROKEN, True), (MENDED, False)])
-def test_the_engine_agrees_on_what_breaks_its_cache(models: dict[str, Path], texts: list[str], broken: bool) -> None:
-    """Real prompts, one after another: a cache finds the shared part at the head and nowhere else."""
+def test_the_engine_agrees_on_what_breaks_its_cache(models: dict[str, Path], found: Tuned) -> None:
+    """The same prompts with the shared part at the head: the cache finds it there, and did not elsewhere."""
     with serve(models["q8"], port=0, threads=1, context=256, parallel=1) as running:
         with Watch(running.url) as watch:
-            for text in texts:
+            for text in MENDED:
                 body = {"prompt": text, "max_tokens": 1, "model": running.model}
                 assert httpx.post(f"{running.url}/v1/completions", json=body, timeout=60).status_code == 200
         figures = watch.figures()
     assert figures is not None
-    assert figures.prefix_hit_rate is not None
-    assert (figures.prefix_hit_rate < 0.1) is broken
-    assert (figures.prefix_hit_rate > 0.6) is not broken
-    assert (prompts.advice(prompts.shared(texts), figures.prefix_hit_rate) is not None) is broken
+    for texts, hit_rate in ((MENDED, figures.prefix_hit_rate), (BROKEN, found.trials[0].engine("prefix_hit_rate"))):
+        assert hit_rate is not None
+        assert (hit_rate > 0.6) if texts is MENDED else (hit_rate < 0.1)
+        assert (prompts.advice(prompts.shared(texts), hit_rate) is None) is (texts is MENDED)
 
 
 # ---- what prompts share ----
@@ -245,15 +245,20 @@ def measured(speed: float, **more: Any) -> Level:
 
 
 def trial(
-    name: str, speed: float, *made: Change, proven: Proof = PASSED, slo: dict[str, float] | None = None, **more: Any
+    name: str,
+    speed: float,
+    *made: Change,
+    proven: ArtefactProof = PASSED,
+    slo: dict[str, float] | None = None,
+    **more: Any,
 ) -> Trial:
     level = measured(speed, **more)
     return Trial(name, made, proven, level, judge([level], slo or {}))
 
 
-def choose(*trials: Trial, again: float = 100.0) -> choice.Choice:
+def choose(*trials: Trial, again: float = 100.0) -> Recommendation:
     runs = [trials[0], replace(trials[0], level=measured(again))]
-    return choice.choose(choice.judged(trials, runs), runs)
+    return choice.choose(choice.judge_trials(trials, runs), runs)
 
 
 def kv(kind: str) -> Change:
@@ -305,10 +310,10 @@ def test_what_is_chosen_is_borne_out_by_a_second_run() -> None:
     runs = [default, trial("again", 104, slo=limits)]
 
     def objection(second: Trial, usual: list[Trial] = runs) -> str:
-        return choice.confirmed(faster, second, usual).objection
+        return choice.confirm(faster, second, usual).objection
 
     assert objection(trial("s", 105, TWO, slo=limits)) == ""
-    assert choice.confirmed(faster, trial("s", 105, TWO), runs).second == 105
+    assert choice.confirm(faster, trial("s", 105, TWO), runs).second == 105
     assert objection(trial("s", 104, TWO)).startswith(
         "two runs gave 120.0 and 104.0 tokens a second, the default up to 104.0"
     )
@@ -322,7 +327,7 @@ def test_what_is_chosen_is_borne_out_by_a_second_run() -> None:
 def test_a_default_that_breaks_a_limit_once_does_not_keep_it() -> None:
     limits = {"ttft_p95": 60.0}
     default = trial("default", 100, slo=limits)
-    got = choice.judged([default], [default, trial("again", 100, slo=limits, ttft=70.0)])
+    got = choice.judge_trials([default], [default, trial("again", 100, slo=limits, ttft=70.0)])
     assert "not at most 60 ms" in got[0].objection
 
 
@@ -337,16 +342,16 @@ def test_a_setting_that_loses_requests_is_not_chosen() -> None:
     [
         ("q8_0", PASSED, True),
         ("q8_0", FAILED, False),
-        ("q8_0", Proof(), False),
+        ("q8_0", ArtefactProof(), False),
         ("q4_0", PASSED, False),
         ("int4_per_token_head", PASSED, False),
         ("fp8", PASSED, True),
-        ("fp8", Proof("pass", "general", "fp8-head"), True),
-        ("fp8", Proof(None, None, "fp8"), False),
-        ("bf16", Proof(), True),
+        ("fp8", ArtefactProof("pass", "general", "fp8-head"), True),
+        ("fp8", ArtefactProof(None, None, "fp8"), False),
+        ("bf16", ArtefactProof(), True),
     ],
 )
-def test_a_cache_that_rounds_needs_a_proof(kind: str, proven: Proof, chosen: bool) -> None:
+def test_a_cache_that_rounds_needs_a_proof(kind: str, proven: ArtefactProof, chosen: bool) -> None:
     got = choose(trial("default", 100), trial("kv", 150, kv(kind), proven=proven))
     assert (got.chosen == "kv") is chosen
     assert bool(got.trials[1].objection) is not chosen
@@ -355,7 +360,7 @@ def test_a_cache_that_rounds_needs_a_proof(kind: str, proven: Proof, chosen: boo
 
 
 def test_another_artefact_needs_a_proof() -> None:
-    for proven, chosen in ((PASSED, "w4"), (FAILED, "default"), (Proof(), "default")):
+    for proven, chosen in ((PASSED, "w4"), (FAILED, "default"), (ArtefactProof(), "default")):
         assert choose(trial("default", 100), trial("w4", 150, OTHER, proven=proven)).chosen == chosen
 
 
@@ -378,7 +383,7 @@ def test_what_is_made_together() -> None:
         trial("e", 130, GUESS, acceptance_rate=0.7), trial("f", 135, DRAFTED, acceptance_rate=0.8),
     ]  # fmt: skip
     runs = [default, default]
-    best = choice.winners(choice.judged([default, *tried], runs), 0.03)
+    best = choice.faster_changes(choice.judge_trials([default, *tried], runs), 0.03)
     assert [change.name for change in best] == ["kv q8_0", "parallel 2", "draft d"]
 
 
@@ -442,12 +447,12 @@ def test_words_to_serve_with() -> None:
 
 
 def test_the_proof_of_an_artefact(models: dict[str, Path], tmp_path: Path) -> None:
-    assert proof(models["q4"]) == Proof()
+    assert read_proof(models["q4"]) == ArtefactProof()
     (tmp_path / "quantry.json").write_text('{"recipe": {"kv": "fp8"}}')
     card.record_proof(tmp_path, {"verdict": "pass", "gate": "code", "reference": "r"})
-    assert proof(tmp_path) == proof(tmp_path / "m.gguf") == Proof("pass", "code", "fp8")
+    assert read_proof(tmp_path) == read_proof(tmp_path / "m.gguf") == ArtefactProof("pass", "code", "fp8")
     (tmp_path / "quantry.json").write_text("[")
-    assert proof(tmp_path) == Proof()
+    assert read_proof(tmp_path) == ArtefactProof()
 
 
 @pytest.mark.parametrize(
@@ -456,7 +461,7 @@ def test_the_proof_of_an_artefact(models: dict[str, Path], tmp_path: Path) -> No
         (["--concurrency", "0"], "concurrency is 0"),
         (["--requests", "0"], "requests is 0"),
         (["--slo", "ttft_p96=1s"], "did you mean ttft_p9"),
-        (["--slo", "fast"], "is no limit"),
+        (["--slo", "fast"], "is not a limit"),
         (["--switches", "kvv"], "did you mean kv"),
         (["--prompt-tokens", "9999"], "10127 tokens, and a sequence may have 1024"),
         (
@@ -474,8 +479,7 @@ def test_bad_input_is_refused_before_a_server_starts(
 ) -> None:
     (tmp_path / "file").touch()
     given = [str(tmp_path / "file") if word == "FILE" else word for word in words]
-    done = CliRunner().invoke(app, ["tune", str(models["q8"]), "--json", *given])
-    assert isinstance(done.exception, QuantryError), done.output
-    assert said in str(done.exception)
-    assert done.exception.exit_code == 2
-    assert not done.output
+    done = command("tune", models["q8"], "--json", *given)
+    assert said in " ".join(done.stderr.split())
+    assert done.returncode == 2
+    assert not done.stdout

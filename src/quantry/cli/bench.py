@@ -10,7 +10,8 @@ from quantry.cli._flags import AnswerTokens, Chat, Dataset, GuidellmPython, Json
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from quantry.jobs.load.bench import Bench, Level, Spread
+    from quantry.jobs.load.bench import Bench
+    from quantry.jobs.load.results import Level, Spread
 
 KEY = "QUANTRY_API_KEY"
 
@@ -49,13 +50,14 @@ def command(
     """Measure a server under load; exit code 1 if it does not keep a limit given with --slo."""
     from quantry.cli._output import show
     from quantry.cli._progress import steps
-    from quantry.jobs.load.bench import bench, limit
+    from quantry.jobs.load.bench import bench
+    from quantry.jobs.load.slo import parse_limit
 
     with steps(quiet=json) as progress:
         found = bench(
             url, model=model, concurrency=_streams(concurrency), rate=_rates(rate), prompt_tokens=prompt_tokens,
             answer_tokens=answer_tokens, requests=requests, seconds=seconds,
-            slo=dict(limit(one) for words in slo or () for one in words.split(",")), shared_prefix=shared_prefix,
+            slo=dict(parse_limit(one) for words in slo or () for one in words.split(",")), shared_prefix=shared_prefix,
             dataset=dataset, tokenizer=tokenizer, chat=chat, api_key=api_key, output=output,
             guidellm_python=guidellm_python, timeout=timeout, seed=seed, progress=progress,
         )  # fmt: skip

@@ -80,7 +80,7 @@ def command(
     """Measure what an engine's switches do for a load; exit code 1 if no setting keeps a limit given with --slo."""
     from quantry.cli._output import show
     from quantry.cli._progress import steps
-    from quantry.jobs.load.bench import limit
+    from quantry.jobs.load.slo import parse_limit
     from quantry.jobs.load.tune import tune
     from quantry.serving.process import ended_by_signals
 
@@ -88,7 +88,7 @@ def command(
         found = tune(
             artefact, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens, concurrency=concurrency,
             requests=requests, shared_prefix=shared_prefix, dataset=dataset, tokenizer=tokenizer, chat=chat,
-            slo=dict(limit(one) for words in slo or () for one in words.split(",")),
+            slo=dict(parse_limit(one) for words in slo or () for one in words.split(",")),
             switches=None if switches is None else switches.split(","), draft=draft, others=tuple(others or ()),
             output=output, guidellm_python=guidellm_python, progress=progress, engine=engine, context=context,
             parallel=parallel, threads=threads, tensor_parallel=tensor_parallel, utilization=utilization,

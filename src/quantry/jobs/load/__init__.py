@@ -1,13 +1,14 @@
-"""Load: what a server does when many ask at once.
+"""Load tests of a server, and the search for its best settings.
 
 | file | holds |
 |---|---|
-| bench.py | `bench`: levels of load against any OpenAI endpoint, and what they are held to |
-| endpoint.py | the endpoint: what it is called, whether it answers, which tokenizer its model has |
-| guide.py | guidellm in an environment of its own; inside.py is what runs there |
-| metrics.py | what the engine itself counts: prefix-cache hits, accepted guesses, the filling of the KV cache |
-| page.py | the same as a page |
-| tune.py | `tune`: the switches of an engine measured one at a time, then together |
-| switches.py, trials.py, choice.py | what is tried, how it is measured, what is chosen and why |
-| prompts.py | what prompts share, and whether a prefix cache can use it |
+| bench.py | `bench`: measures levels of load against any OpenAI endpoint |
+| scenario.py, results.py, slo.py | the load of a level, its figures, limits on them |
+| endpoint.py | the endpoint: its model, a first request, its tokenizer |
+| guidellm_process.py | guidellm in a separate process; guidellm_script.py runs there |
+| metrics.py | the engine's own counters: prefix-cache hits, accepted guesses, KV cache usage |
+| page.py | the results as a page |
+| tune.py | `tune`: measures the switches of an engine one at a time, then together |
+| switches.py, trials.py, choice.py | the settings to try, their measurement, the recommendation |
+| prompts.py | what prompts share, and if a prefix cache can use it |
 """

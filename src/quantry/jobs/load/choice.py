@@ -1,29 +1,30 @@
-"""Which of the measured settings to serve with: pure judgement, on figures that were measured.
+"""Recommends one of the measured settings: pure decisions on figures, without servers.
 
-A setting may be chosen if it keeps the limits, if no more requests fail than without it, and if it does not cost what
-nobody has checked: a rounded KV cache and another artefact need the verdict of `quantry verify`, speculation an
-acceptance of 0.6. Of those that may be chosen the fastest is, in tokens a second; but where fewer changes come as close
-as two runs of one setting come to each other, fewer changes are better. What is chosen for its speed is measured once
-more, and has to be faster than the default both times.
+A setting qualifies if it keeps the limits, if no more requests fail than by default, and if its quality was checked: a
+rounded KV cache and another artefact need the verdict of `quantry verify`, speculation an acceptance of 0.6. The
+fastest in tokens per second is recommended; but a setting with fewer changes is preferred if the difference is within
+that of two runs of one setting. A setting recommended for its speed is measured once more, and must be faster than the
+default both times.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from quantry.jobs.load.bench import Finding, Level, Spread
-from quantry.jobs.load.switches import ARTEFACT, GUESSING, KV, PREFIX, Change
+from quantry.jobs.load.results import Level, Spread
+from quantry.jobs.load.slo import SloFinding
+from quantry.jobs.load.switches import ARTEFACT, KV, PREFIX, SPECULATION, Change
 
-PAYS = 0.6  # acceptance from which speculation pays: below, checking wrong guesses takes what right ones gave
-LEAST = 0.03  # a gain under this is none, however alike two runs were
-EXACT = ("auto", "f32", "f16", "bf16", "float16", "bfloat16")  # types of the KV cache that round nothing away
+PAYS = 0.6  # acceptance from which speculation pays: below, checking wrong guesses costs what right ones gain
+LEAST = 0.03  # a smaller gain counts as none, however close two runs were
+EXACT = ("auto", "f32", "f16", "bf16", "float16", "bfloat16")  # types of the KV cache without rounding
 CLOSE = 8  # bits of a KV cache that costs under 0.3 % of perplexity (the limit in proof/gates.toml)
 DEFAULT = "default"
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
-    """What quantry.json says of an artefact: the verdict of `quantry verify`, the KV cache it was made for."""
+class ArtefactProof:
+    """What quantry.json says about an artefact: the verdict of `quantry verify`, and the KV cache of its recipe."""
 
     verdict: str | None = None
     gate: str | None = None
@@ -36,17 +37,17 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One setting and what came of it. `objection` says why it may not be chosen; nothing if it may."""
+    """One setting and its figures. `objection` says why it does not qualify; it is empty if it does."""
 
     name: str
     changes: tuple[Change, ...]
-    proof: Proof
+    proof: ArtefactProof
     level: Level | None = None
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[SloFinding, ...] = ()
     kv_cache_bytes: int | None = None
     problem: str = ""  # why there are no figures
-    gain: float | None = None  # of tokens a second, against the default
-    second: float | None = None  # tokens a second of a second run, where it was to be chosen
+    gain: float | None = None  # in tokens per second, relative to the default
+    second: float | None = None  # tokens per second of a second run, if it was recommended
     objection: str = ""
     command: tuple[str, ...] = ()
 
@@ -59,13 +60,13 @@ class Trial:
         return self.level is not None and all(finding.ok for finding in self.findings)
 
     def engine(self, name: str) -> float | None:
-        """A figure of the engine's own: prefix_hit_rate, acceptance_rate, kv_usage."""
+        """Returns a figure that the engine counts: prefix_hit_rate, acceptance_rate, kv_usage."""
         return getattr(self.level.engine, name) if self.level and self.level.engine else None
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """The setting to serve with, why, and all trials with gains and objections; None where none keeps the limits."""
+class Recommendation:
+    """The recommended setting, the reason, and all trials with gains and objections; `chosen` is None if none does."""
 
     trials: tuple[Trial, ...]
     chosen: str | None
@@ -74,14 +75,14 @@ class Choice:
 
 
 def noise(runs: Sequence[Trial]) -> float:
-    """How far runs of one setting were apart, as a share of their mean; what counts as a gain is above it."""
+    """Returns the difference between runs of one setting, as a share of their mean; a gain has to exceed it."""
     speeds = [run.speed for run in runs if run.level]
     mean = sum(speeds) / len(speeds) if speeds else 0.0
     return (max(speeds) - min(speeds)) / mean if mean else 0.0
 
 
-def judged(trials: Sequence[Trial], runs: Sequence[Trial]) -> tuple[Trial, ...]:
-    """Every trial with its gain against the mean of the default's `runs`, and what speaks against it."""
+def judge_trials(trials: Sequence[Trial], runs: Sequence[Trial]) -> tuple[Trial, ...]:
+    """Returns every trial with its gain over the mean of the default's `runs`, and its objection."""
     speeds = [run.speed for run in runs if run.level]
     usual = sum(speeds) / len(speeds)
     failed = max(run.level.error_rate for run in runs if run.level)
@@ -90,24 +91,24 @@ def judged(trials: Sequence[Trial], runs: Sequence[Trial]) -> tuple[Trial, ...]:
     return tuple(row if row.changes else replace(row, objection=broken) for row in rows)
 
 
-def confirmed(trial: Trial, second: Trial, runs: Sequence[Trial]) -> Trial:
-    """A trial that was to be chosen, after a second run of it; with an objection if that does not bear it out."""
+def confirm(trial: Trial, second: Trial, runs: Sequence[Trial]) -> Trial:
+    """Returns a recommended trial after its second run, with an objection if that does not confirm it."""
     if second.level is None:
         return replace(trial, objection=f"it could not be measured a second time: {second.problem}")
     failed = max(run.level.error_rate for run in runs if run.level)
-    objection = _unchecked(second) or _failing(second.level, failed) or _broken(second)
+    objection = _objection(second, second.level, failed)
     usual = max(run.speed for run in runs)
-    fine = not any(_broken(run) for run in runs)  # otherwise it is not chosen for its speed
-    if not objection and fine and min(trial.speed, second.speed) <= usual:
+    default_qualifies = not any(_broken(run) for run in runs)  # otherwise the trial is not recommended for its speed
+    if not objection and default_qualifies and min(trial.speed, second.speed) <= usual:
         speeds = f"{trial.speed:.1f} and {second.speed:.1f} tokens a second"
         objection = f"two runs gave {speeds}, the default up to {usual:.1f}: not faster for certain"
     return replace(trial, second=second.speed, objection=objection)
 
 
-def winners(trials: Sequence[Trial], bar: float) -> list[Change]:
-    """The changes to make together: of each switch the fastest that gains more than `bar` and costs nothing unchecked.
+def faster_changes(trials: Sequence[Trial], bar: float) -> list[Change]:
+    """Returns the changes to try together: of each switch the fastest that gains more than `bar` in checked quality.
 
-    The limits are not asked here: two changes may keep together what neither keeps alone.
+    It ignores the limits: two changes may keep a limit together that neither keeps alone.
     """
     best: dict[str, Trial] = {}
     for trial in trials:
@@ -119,24 +120,27 @@ def winners(trials: Sequence[Trial], bar: float) -> list[Change]:
     return [trial.changes[0] for trial in best.values()]
 
 
-def choose(trials: Sequence[Trial], runs: Sequence[Trial]) -> Choice:
-    """The setting to serve with, of trials that were judged; `runs` are those of the default."""
+def choose(trials: Sequence[Trial], runs: Sequence[Trial]) -> Recommendation:
+    """Recommends one of the judged trials; `runs` are those of the default."""
     bar = max(LEAST, noise(runs))
-    fine = [trial for trial in trials if trial.level and not trial.objection]
-    if not fine:
-        return Choice(tuple(trials), None, _none(trials), tuple(_notes(trials, runs)))
-    best = max(fine, key=lambda trial: trial.speed)
-    close = [trial for trial in fine if trial.speed * (1 + bar) >= best.speed]
+    qualified = [trial for trial in trials if trial.level and not trial.objection]
+    if not qualified:
+        return Recommendation(tuple(trials), None, _none(trials), tuple(_notes(trials, runs)))
+    best = max(qualified, key=lambda trial: trial.speed)
+    close = [trial for trial in qualified if trial.speed * (1 + bar) >= best.speed]
     chosen = min(close, key=lambda trial: (len(trial.changes), -trial.speed))
-    return Choice(tuple(trials), chosen.name, _why(chosen, best, bar), tuple(_notes(trials, runs)))
+    return Recommendation(tuple(trials), chosen.name, _why(chosen, best, bar), tuple(_notes(trials, runs)))
 
 
 def _judged(trial: Trial, usual: float, failed: float) -> Trial:
     if trial.level is None:
         return replace(trial, objection=trial.problem)
     gain = trial.speed / usual - 1 if usual else None
-    objection = _unchecked(trial) or _failing(trial.level, failed) or _broken(trial)
-    return replace(trial, gain=gain, objection=objection)
+    return replace(trial, gain=gain, objection=_objection(trial, trial.level, failed))
+
+
+def _objection(trial: Trial, level: Level, usual_error_rate: float) -> str:
+    return _unchecked(trial) or _failing(level, usual_error_rate) or _broken(trial)
 
 
 def _failing(level: Level, usual: float) -> str:
@@ -150,47 +154,48 @@ def _broken(trial: Trial) -> str:
 
 
 def _unchecked(trial: Trial) -> str:
-    """What a trial costs that nobody has checked."""
-    return next((words for change in trial.changes if (words := _objection(change, trial))), "")
+    """Says which change of a trial may cost quality that was not checked; returns an empty text if none does."""
+    return next((words for change in trial.changes if (words := _unchecked_change(change, trial))), "")
 
 
-def _objection(change: Change, trial: Trial) -> str:
+def _unchecked_change(change: Change, trial: Trial) -> str:
     if change.switch == KV:
         return _rounding(change.value, trial.proof)
     if change.switch == ARTEFACT and not trial.proof.passed:
         return f"{change.value} {verdict(trial.proof)}"
-    if change.switch in GUESSING:
-        return _guessing(trial.engine("acceptance_rate"))
+    if change.switch in SPECULATION:
+        return _low_acceptance(trial.engine("acceptance_rate"))
     return ""
 
 
-def _rounding(kind: str, proof: Proof) -> str:
-    """Against a KV cache that rounds: an artefact without a passed proof, and few bits that it was not made for."""
-    if kind in EXACT or (proof.passed and proof.kv is not None and kind.startswith(proof.kv.partition("-")[0])):
+def _rounding(dtype: str, proof: ArtefactProof) -> str:
+    """Objects to a rounded KV cache without a passed proof, or with few bits that the artefact was not made for."""
+    if dtype in EXACT or (proof.passed and proof.kv is not None and dtype.startswith(proof.kv.partition("-")[0])):
         return ""
     if not proof.passed:
-        return f"a {kind} cache rounds keys and values, and the artefact {verdict(proof)}"
-    if _bits(kind) < CLOSE:
+        return f"a {dtype} cache rounds keys and values, and the artefact {verdict(proof)}"
+    if _bits(dtype) < CLOSE:
         return (
-            f"a {kind} cache has {_bits(kind)} bits, and from {CLOSE} on it costs next to nothing: test your own task"
+            f"a {dtype} cache has {_bits(dtype)} bits, and from {CLOSE} on it costs next to nothing: test your own task"
         )
     return ""
 
 
-def verdict(proof: Proof) -> str:
+def verdict(proof: ArtefactProof) -> str:
+    """Says what is missing of an artefact's proof."""
     if proof.verdict is None:
         return "has no proof: quantry verify gives it one"
     return f"does not pass the gate {proof.gate}"
 
 
-def _bits(kind: str) -> int:
-    found = re.search(r"(\d+)", kind)
-    return int(found[1]) if found else 0
+def _bits(dtype: str) -> int:
+    digits = re.search(r"(\d+)", dtype)
+    return int(digits[1]) if digits else 0
 
 
-def _guessing(acceptance: float | None) -> str:
+def _low_acceptance(acceptance: float | None) -> str:
     if acceptance is None:
-        return "nothing was guessed, or the engine does not tell: speculation has to show an acceptance"
+        return "the engine reports no guesses: speculation has to show an acceptance"
     if acceptance < PAYS:
         return f"{acceptance:.0%} of the guesses were right, and speculation pays from {PAYS:.0%}"
     return ""
@@ -220,12 +225,12 @@ def _none(trials: Sequence[Trial]) -> str:
 
 def _notes(trials: Sequence[Trial], runs: Sequence[Trial]) -> list[str]:
     spread = noise(runs)
-    found = [f"two runs of the default differ by {spread:.0%}: measure more requests"] if spread > 2 * LEAST else []
-    return [*found, *(words for trial in trials if (words := _note(trial, runs[0])))]
+    noisy = [f"two runs of the default differ by {spread:.0%}: measure more requests"] if spread > 2 * LEAST else []
+    return [*noisy, *(words for trial in trials if (words := _note(trial, runs[0])))]
 
 
 def _note(trial: Trial, usual: Trial) -> str | None:
-    """What a change shows beyond its row."""
+    """Says what a change shows beyond the row of its figures."""
     if len(trial.changes) != 1 or not trial.level or not usual.level:
         return None
     change, acceptance = trial.changes[0], trial.engine("acceptance_rate")
@@ -233,7 +238,7 @@ def _note(trial: Trial, usual: Trial) -> str | None:
         hits = usual.engine("prefix_hit_rate")
         rate = "" if hits is None else f" (hit rate {hits:.0%})"
         return f"the prefix cache{rate} gives {usual.speed / trial.speed:.2f} times the tokens a second"
-    if change.switch in GUESSING and acceptance is not None:
+    if change.switch in SPECULATION and acceptance is not None:
         times = trial.speed / usual.speed
         return f"{trial.name}: {acceptance:.0%} of the guesses were right, {times:.2f} times the tokens a second"
     if change.switch == KV and not trial.objection and change.value not in EXACT and trial.proof.kv is None:

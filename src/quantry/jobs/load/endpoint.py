@@ -1,7 +1,7 @@
-"""An OpenAI endpoint: its address, the model it serves, whether it answers, and the tokenizer to count with.
+"""An OpenAI endpoint: its address, the model it serves, a first request, and the tokenizer that counts lengths.
 
-Prompts of a certain length need the tokenizer of the model. A server on this machine tells where its model is:
-llama.cpp at /props, vLLM as `root` of /v1/models. A GGUF file holds its tokenizer itself.
+Prompts of a given length need the tokenizer of the model. A server on this machine reports the path of its model:
+llama.cpp at /props, vLLM as `root` of /v1/models. A GGUF file contains its tokenizer.
 """
 
 import re
@@ -25,32 +25,37 @@ ANSWER = 10.0  # seconds for a list of models
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where requests go; `root` is without /v1, since health and metrics are beside it."""
+    """The address and model of a server; `root` is without /v1, since health and metrics are next to it."""
 
     root: str
     model: str
     key: str | None
-    places: tuple[str, ...]  # where the server says its model is
+    places: tuple[str, ...]  # paths and names of the model, as the server reports them
 
     def ask(self, *, chat: bool, patience: float) -> None:
-        """One short request: the engine is warm afterwards, and what it refuses is said at once."""
+        """Sends one short request, which warms up the engine. Raises QuantryError if the server refuses it."""
         body: dict[str, Any] = {"model": self.model, "max_tokens": 2, "stream": False}
         body |= {"messages": [{"role": "user", "content": "Hello"}]} if chat else {"prompt": "Hello"}
         path = "chat/completions" if chat else "completions"
         answer = _request(self.root, self.key, "POST", f"/v1/{path}", patience, json=body)
         if answer.status_code != httpx.codes.OK:
-            other = "leave --chat out" if chat else "give --chat if it answers chats alone"
+            other = "leave --chat out" if chat else "give --chat if it only answers chats"
             raise QuantryError(
-                f"{self.root}/v1/{path} answers {answer.status_code}: {_words(answer)}", fix=f"mend that, or {other}"
+                f"{self.root}/v1/{path} answers {answer.status_code}: {_message(answer)}", fix=f"fix that, or {other}"
             )
 
 
 def find(url: str, model: str | None, key: str | None) -> Endpoint:
-    """The endpoint at a URL, with or without /v1; its only model where none is named."""
+    """Returns the endpoint at a URL, with or without /v1, and its only model if none is named.
+
+    Raises QuantryError if it cannot be reached, needs a key, or does not serve the model.
+    """
     root = _root(url)
     answer = _request(root, key, "GET", "/v1/models", ANSWER)
     if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-        raise QuantryError(f"{root} answers {answer.status_code}: {_words(answer)}", fix="give its key with --api-key")
+        raise QuantryError(
+            f"{root} answers {answer.status_code}: {_message(answer)}", fix="give its key with --api-key"
+        )
     rows = _models(root, answer)
     names = tuple(str(row["id"]) for row in rows)
     if model is None and len(names) > 1:
@@ -62,17 +67,20 @@ def find(url: str, model: str | None, key: str | None) -> Endpoint:
 
 
 def tokenizer(endpoint: Endpoint, wanted: str | None, spare: Path) -> str:
-    """A folder or hub id that transformers loads a tokenizer from; that of a GGUF file is written into `spare`."""
+    """Returns a folder or hub id that transformers can load; writes the tokenizer of a GGUF file into `spare`.
+
+    Raises QuantryError if the wanted tokenizer, or that of the served model, cannot be found.
+    """
     for place in (wanted,) if wanted else endpoint.places:
-        if found := _tokenizer(place, spare):
-            return found
+        if loadable := _tokenizer(place, spare):
+            return loadable
     if wanted:
         raise QuantryError(
             f"{wanted} has no tokenizer that can be read",
             fix="give a folder with tokenizer.json, a .gguf file or a hub id",
         )
     raise QuantryError(
-        f"{endpoint.root} does not tell where the tokenizer of {endpoint.model} is",
+        f"{endpoint.root} does not report the path of {endpoint.model}, so its tokenizer is unknown",
         fix="name it with --tokenizer: a folder with tokenizer.json, a .gguf file or a hub id",
     )
 
@@ -90,10 +98,10 @@ def _tokenizer(place: str, spare: Path) -> str | None:
 
 
 def _from_gguf(file: Path, spare: Path) -> str:
-    from quantry.llamacpp import to_tokenizer as retokenizing
+    from quantry.llamacpp import to_tokenizer  # torch
 
     header = gguf.read_shards(LocalFiles(file.parent), file.name, whole=True)
-    for name, data in retokenizing.tokenizer(header.metadata).items():
+    for name, data in to_tokenizer.tokenizer(header.metadata).items():
         (spare / name).write_bytes(data)
     return str(spare)
 
@@ -101,10 +109,10 @@ def _from_gguf(file: Path, spare: Path) -> str:
 def _root(url: str) -> str:
     parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
-        fine = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, or too large
-        fine = False
-    if not fine or parts.query or parts.fragment:
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is not a number, or too large
+        valid = False
+    if not valid or parts.query or parts.fragment:
         raise QuantryError(f"{url!r} is not the address of a server", fix="give one such as http://127.0.0.1:8080")
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}".rstrip("/")
 
@@ -114,7 +122,7 @@ def _request(root: str, key: str | None, method: str, path: str, patience: float
     try:
         return httpx.request(method, f"{root}{path}", headers=headers, timeout=patience, **body)
     except httpx.TimeoutException as error:
-        raise QuantryError(f"{root} does not answer within {patience:g} s", fix="see that it is up") from error
+        raise QuantryError(f"{root} does not answer within {patience:g} s", fix="check that it is running") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise QuantryError(
             f"{root} cannot be reached: {str(error) or type(error).__name__}", fix="start a server with quantry serve"
@@ -124,37 +132,37 @@ def _request(root: str, key: str | None, method: str, path: str, patience: float
 def _models(root: str, answer: httpx.Response) -> list[dict[str, Any]]:
     try:
         rows = answer.json()["data"]
-        good = bool(rows) and all(isinstance(row["id"], str) for row in rows)
+        valid = bool(rows) and all(isinstance(row["id"], str) for row in rows)
     except (ValueError, KeyError, TypeError):
-        rows, good = [], False
-    if answer.status_code != httpx.codes.OK or not good:
+        rows, valid = [], False
+    if answer.status_code != httpx.codes.OK or not valid:
         raise QuantryError(
-            f"{root}/v1/models answers {answer.status_code} and names no model: {_words(answer)}",
+            f"{root}/v1/models answers {answer.status_code} and names no model: {_message(answer)}",
             fix="give the address of an OpenAI-compatible server",
         )
     return list(rows)
 
 
 def _places(root: str, key: str | None, row: dict[str, Any]) -> Iterator[str]:
-    """Where the model may be: as the engine tells, else by its name."""
+    """Yields where the model may be: the path that the engine reports, then its name."""
     if row.get("owned_by") == "llamacpp":
         try:
-            told = _request(root, key, "GET", "/props", ANSWER).json()
+            properties = _request(root, key, "GET", "/props", ANSWER).json()
         except (QuantryError, ValueError):
-            told = {}
-        if isinstance(told, dict) and isinstance(told.get("model_path"), str):
-            yield told["model_path"]
+            properties = {}
+        if isinstance(properties, dict) and isinstance(properties.get("model_path"), str):
+            yield properties["model_path"]
     if isinstance(row.get("root"), str):
         yield row["root"]
     yield str(row["id"])
 
 
-def _words(answer: httpx.Response) -> str:
-    """What a server says of an error, in whatever form."""
+def _message(answer: httpx.Response) -> str:
+    """Returns the server's error message, in whatever form it sends it."""
     try:
-        told = answer.json()
-        inner = told.get("error", told) if isinstance(told, dict) else told
-        words = inner.get("message", inner) if isinstance(inner, dict) else inner
+        content = answer.json()
+        error = content.get("error", content) if isinstance(content, dict) else content
+        message = error.get("message", error) if isinstance(error, dict) else error
     except ValueError:
-        words = answer.text
-    return " ".join(str(words).split())[:200] or "nothing"
+        message = answer.text
+    return " ".join(str(message).split())[:200] or "nothing"

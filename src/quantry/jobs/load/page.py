@@ -1,9 +1,10 @@
-"""The page of a load test, in the ink of the other reports: verdict, plots, every figure, what the engine counted."""
+"""The page of a load test, in the style of the other reports: verdict, plots, every figure, the engine's counters."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from quantry.jobs.load.bench import Bench, Level, Spread
+from quantry.jobs.load.bench import Bench
+from quantry.jobs.load.results import Level, Spread
 from quantry.report.drawing import NARROW, SMALL, WIDE, Plot, one_axes, spare
 from quantry.report.ink import light, settings
 from quantry.report.markup import bullets, document, escaped, figure, nested, section, table
@@ -14,30 +15,30 @@ if TYPE_CHECKING:
 LINES = (("p50", "ours"), ("p95", "second"), ("p99", "fourth"))
 
 
-def page(found: Bench) -> str:
-    """One self-contained file: no scripts, no network."""
+def page(result: Bench) -> str:
+    """Returns a self-contained HTML page, without scripts or network access."""
     with settings():
-        drawn = {width: _plots(found, width) for width in (WIDE, NARROW)}
+        drawn = {width: _plots(result, width) for width in (WIDE, NARROW)}
         figures = [figure(wide, narrow) for wide, narrow in zip(drawn[WIDE], drawn[NARROW], strict=True)]
     sections = (
-        _head(found),
-        section("Under load", *figures, _levels(found)),
-        section("Limits", _findings(found)),
-        section("What the engine counted", _engine(found.levels)),
-        section("Notes", bullets(found.notes)),
-        section("Provenance", nested({"server": found.url, "load": found.load, "versions": found.versions})),
+        _head(result),
+        section("Under load", *figures, _levels(result)),
+        section("Limits", _findings(result)),
+        section("What the engine counted", _engine(result.levels)),
+        section("Notes", bullets(result.notes)),
+        section("Provenance", nested({"server": result.url, "load": result.load, "versions": result.versions})),
     )
-    return document(f"{found.model} under load", sections)
+    return document(f"{result.model} under load", sections)
 
 
-def _head(found: Bench) -> str:
-    badge = {"pass": "keeps the limits", "fail": "does not keep the limits"}.get(found.verdict)
-    shown = f'<p><span class="badge {found.verdict}">{badge}</span></p>' if badge else ""
-    best = next((one for one in found.levels if one.name == found.best), None)
-    tiles = _tiles(best, bool(found.slo)) if best else ""
+def _head(result: Bench) -> str:
+    badge = {"pass": "keeps the limits", "fail": "does not keep the limits"}.get(result.verdict)
+    shown = f'<p><span class="badge {result.verdict}">{badge}</span></p>' if badge else ""
+    best = next((level for level in result.levels if level.name == result.best), None)
+    tiles = _tiles(best, bool(result.slo)) if best else ""
     return (
-        f"<header>\n<h1>{escaped(found.model)} under load</h1>\n"
-        f'<p class="under">{escaped(found.url)} · {escaped(found.date)}</p>\n'
+        f"<header>\n<h1>{escaped(result.model)} under load</h1>\n"
+        f'<p class="under">{escaped(result.url)} · {escaped(result.date)}</p>\n'
         f"{shown}{tiles}\n</header>"
     )
 
@@ -54,40 +55,40 @@ def _tiles(best: Level, limited: bool) -> str:
     return f'<ul class="tiles">{tiles}</ul><p class="caption">{escaped(best.name)}: the fastest level{kept}</p>'
 
 
-def _levels(found: Bench) -> str:
+def _levels(result: Bench) -> str:
     columns = [
         "level", "answered", "errors", "unfinished", "requests/s", "tokens/s", "TTFT p50", "p95", "p99",
         "per token p50", "p95", "p99", "latency p50", "p95", "p99", "prompt tokens", "answer tokens", "at once",
     ]  # fmt: skip
     lines = [
-        f'<tr{_class(one, found)}><th scope="row">{escaped(one.name)}</th>'
-        + "".join(f"<td>{escaped(cell)}</td>" for cell in _cells(one))
+        f'<tr{_class(level, result)}><th scope="row">{escaped(level.name)}</th>'
+        + "".join(f"<td>{escaped(cell)}</td>" for cell in _cells(level))
         + "</tr>"
-        for one in found.levels
+        for level in result.levels
     ]
     return table(columns, lines, caption="Every level")
 
 
-def _class(one: Level, found: Bench) -> str:
-    return ' class="chosen"' if one.name == found.best else ""
+def _class(level: Level, result: Bench) -> str:
+    return ' class="chosen"' if level.name == result.best else ""
 
 
-def _cells(one: Level) -> list[str]:
-    times = [_ms(spread, name) for spread in (one.ttft, one.tpot, one.latency) for name, _ in LINES]
-    rates = [f"{one.requests_per_second:.3g}", f"{one.output_tokens_per_second:.4g}"]
-    counts = [f"{one.prompt_tokens:.0f}", f"{one.answer_tokens:.0f}", f"{one.at_once:.3g}"]
-    return [str(one.completed), str(one.errors), str(one.unfinished), *rates, *times, *counts]
+def _cells(level: Level) -> list[str]:
+    times = [_ms(spread, name) for spread in (level.ttft, level.tpot, level.latency) for name, _ in LINES]
+    rates = [f"{level.requests_per_second:.3g}", f"{level.output_tokens_per_second:.4g}"]
+    counts = [f"{level.prompt_tokens:.0f}", f"{level.answer_tokens:.0f}", f"{level.at_once:.3g}"]
+    return [str(level.completed), str(level.errors), str(level.unfinished), *rates, *times, *counts]
 
 
 def _ms(spread: Spread | None, name: str) -> str:
     return "–" if spread is None else f"{getattr(spread, name):.4g} ms"
 
 
-def _findings(found: Bench) -> str:
+def _findings(result: Bench) -> str:
     lines = [
-        f'<tr><td class="{kind}">{word}</td><td>{escaped(one.words)}</td></tr>'
-        for one in found.findings
-        for kind, word in [("pass", "kept") if one.ok else ("fail", "broken")]
+        f'<tr><td class="{css}">{outcome}</td><td>{escaped(finding.words)}</td></tr>'
+        for finding in result.findings
+        for css, outcome in [("pass", "kept") if finding.ok else ("fail", "broken")]
     ]
     return table(["outcome", "finding"], lines, "words", "What was held against a limit") if lines else ""
 
@@ -98,40 +99,40 @@ def _engine(levels: Sequence[Level]) -> str:
         "acceptance_rate": "accepted guesses",
         "kv_usage": "KV cache, peak",
     }
-    told = {
-        name: words for name, words in names.items() if any(one.engine and _told(one, name) != "–" for one in levels)
+    reported = {
+        name: words for name, words in names.items() if any(_engine_figure(level, name) != "–" for level in levels)
     }
-    if not told:
+    if not reported:
         return ""
     lines = [
-        f'<tr><th scope="row">{escaped(one.name)}</th>'
-        + "".join(f"<td>{_told(one, name)}</td>" for name in told)
+        f'<tr><th scope="row">{escaped(level.name)}</th>'
+        + "".join(f"<td>{_engine_figure(level, name)}</td>" for name in reported)
         + "</tr>"
-        for one in levels
+        for level in levels
     ]
-    return table(["level", *told.values()], lines, caption="From the engine's own metrics")
+    return table(["level", *reported.values()], lines, caption="From the engine's own metrics")
 
 
-def _told(one: Level, name: str) -> str:
-    value = getattr(one.engine, name) if one.engine else None
+def _engine_figure(level: Level, name: str) -> str:
+    value = getattr(level.engine, name) if level.engine else None
     return "–" if value is None else f"{value:.1%}"
 
 
 # ---- plots ----
 
 
-def _plots(found: Bench, width: int) -> list[Plot]:
-    levels = [one for one in found.levels if one.completed]
-    speeds = [one.output_tokens_per_second for one in levels]
-    words = "; ".join(f"{one.name} {value:.4g}" for one, value in zip(levels, speeds, strict=True))
+def _plots(result: Bench, width: int) -> list[Plot]:
+    levels = [level for level in result.levels if level.completed]
+    speeds = [level.output_tokens_per_second for level in levels]
+    words = "; ".join(f"{level.name} {value:.4g}" for level, value in zip(levels, speeds, strict=True))
     figure, axes = one_axes(width, 230, (62, 14, 26, 34))
     axes.plot(range(len(levels)), speeds, "o-", color=light("ours"), lw=1.6, ms=6)
     _finish(axes, levels, "tokens a second")
     plots = [Plot("throughput", "Tokens a second by level", words, figure)]
     for name, title in (("ttft", "Time to the first token"), ("tpot", "Time of each token after the first")):
-        shown = [(one, spread) for one in levels if (spread := getattr(one, name))]
+        shown = [(level, spread) for level in levels if (spread := getattr(level, name))]
         if shown:
-            plots.append(_times(name, title, shown, width, found.slo))
+            plots.append(_times(name, title, shown, width, result.slo))
     return plots
 
 
@@ -142,12 +143,12 @@ def _times(
     for statistic, role in LINES:
         values = [getattr(spread, statistic) for _, spread in shown]
         axes.plot(range(len(shown)), values, "o-", color=light(role), lw=1.6, ms=5, label=statistic)
-        bar = limits.get(f"{name}_{statistic}")
-        if bar is not None:
-            axes.axhline(bar, color=light(role), lw=1, ls="--", label=f"limit of {statistic}")
-    _finish(axes, [one for one, _ in shown], f"{title.lower()}, ms")
+        limit = limits.get(f"{name}_{statistic}")
+        if limit is not None:
+            axes.axhline(limit, color=light(role), lw=1, ls="--", label=f"limit of {statistic}")
+    _finish(axes, [level for level, _ in shown], f"{title.lower()}, ms")
     figure.legend(loc="upper left", ncols=6, frameon=False, fontsize=SMALL, borderaxespad=0, handlelength=1.4)
-    words = "; ".join(f"{one.name} p50 {spread.p50:.4g} ms, p95 {spread.p95:.4g} ms" for one, spread in shown)
+    words = "; ".join(f"{level.name} p50 {spread.p50:.4g} ms, p95 {spread.p95:.4g} ms" for level, spread in shown)
     return Plot(name, title, words, figure)
 
 
@@ -157,5 +158,5 @@ def _finish(axes: "Axes", levels: Sequence[Level], label: str) -> None:
     axes.grid(axis="y", lw=0.8)
     axes.set_ylim(bottom=0)
     axes.set_xlim(-0.4, len(levels) - 0.6)
-    axes.set_xticks(range(len(levels)), [one.name for one in levels])
+    axes.set_xticks(range(len(levels)), [level.name for level in levels])
     axes.set_title(label, fontsize=SMALL, loc="right", color=light("muted"))

@@ -16,7 +16,7 @@ KV, PREFIX, PARALLEL, CHUNKED, LOOKUP, DRAFT, ARTEFACT = (
     "kv", "prefix-cache", "parallel", "chunked-prefill", "lookup", "draft", "artefact",
 )  # fmt: skip
 NAMES = (KV, PREFIX, PARALLEL, CHUNKED, LOOKUP, DRAFT)
-GUESSING = (LOOKUP, DRAFT)  # two ways to do one thing
+SPECULATION = (LOOKUP, DRAFT)  # two ways to do one thing
 TYPES = {"llama.cpp": ("q8_0", "q4_0"), "vllm": ("fp8",), "tensorrt-llm": ("fp8",)}  # of the KV cache, beside its own
 ENGINES = {  # that have a switch which can be set both ways
     KV: tuple(TYPES),
@@ -49,7 +49,7 @@ class Change:
     @property
     def group(self) -> str:
         """Of changes in one group only one can be made."""
-        return "speculation" if self.switch in GUESSING else self.switch
+        return "speculation" if self.switch in SPECULATION else self.switch
 
 
 def changes(

@@ -1,4 +1,4 @@
-"""The settings of `quantry tune`, measured: a server for each, the same load for all."""
+"""Measures the settings of `quantry tune`: starts a server for each, and puts the same load on all of them."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -9,8 +9,8 @@ from typing import Any
 from quantry.errors import OutputError, QuantryError
 from quantry.jobs.load import choice
 from quantry.jobs.load.bench import bench
-from quantry.jobs.load.choice import DEFAULT, Choice, Proof, Trial
-from quantry.jobs.load.guide import Guide
+from quantry.jobs.load.choice import DEFAULT, ArtefactProof, Recommendation, Trial
+from quantry.jobs.load.guidellm_process import GuidellmProcess
 from quantry.jobs.load.switches import Change, serve_words
 from quantry.serving import serve
 from quantry.storage import ARTEFACT_FILE
@@ -20,88 +20,95 @@ AGAIN, TOGETHER = "default again", "together"
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """All that the trials share."""
+class TrialRunner:
+    """The server options and the load that all trials share."""
 
     artefact: str
     options: Mapping[str, Any]  # of the default's server
-    load: Mapping[str, Any]  # of bench
+    load: Mapping[str, Any]  # arguments of bench
     logs: Path | None
-    guide: Guide | None = None  # that all trials share; None starts one for each
+    guidellm: GuidellmProcess | None = None  # None starts one for each trial
 
-    def trial(self, name: str, made: Sequence[Change]) -> Trial:
-        """Serves with some changes, loads the server, and gives the figures; what cannot be served is an error."""
-        model = next((change.model for change in made if change.model), self.artefact)
+    def trial(self, name: str, changes: Sequence[Change]) -> Trial:
+        """Serves with some changes and measures the load. Raises QuantryError if the server or the load fails."""
+        model = next((change.model for change in changes if change.model), self.artefact)
         options = dict(self.options)
-        for change in made:
+        for change in changes:
             options |= change.options
         log = self.logs / f"{name.replace(' ', '-').replace('/', '-')}.log" if self.logs else None
         with serve(model, log=log, port=0, **options) as running:
-            found = bench(running.url, started=self.guide, **self.load)
+            result = bench(running.url, started=self.guidellm, **self.load)
             if running.exit_code is not None:
                 raise running.death()
-            told = running.facts()
+            facts = running.facts()
         return Trial(
-            name=name, changes=tuple(made), proof=proof(model), level=found.levels[0], findings=found.findings,
-            kv_cache_bytes=told.kv_cache_bytes, command=tuple(serve_words(model, options)),
+            name=name, changes=tuple(changes), proof=read_proof(model), level=result.levels[0],
+            findings=result.findings, kv_cache_bytes=facts.kv_cache_bytes, command=tuple(serve_words(model, options)),
         )  # fmt: skip
 
-    def tried(self, name: str, made: Sequence[Change]) -> Trial:
-        """The same, with an error as a row of its own: one setting that fails leaves the others."""
+    def attempt(self, name: str, changes: Sequence[Change]) -> Trial:
+        """Does the same, but returns an error as a trial: one setting that fails does not stop the others."""
         try:
-            return self.trial(name, made)
+            return self.trial(name, changes)
         except OutputError:
             raise
         except QuantryError as error:
-            return Trial(name, tuple(made), Proof(), problem=str(error))
+            return Trial(name, tuple(changes), ArtefactProof(), problem=str(error))
 
 
-def measured(job: Job, asked: Sequence[Change], progress: Progress | None) -> tuple[list[Trial], Choice]:
-    """Both runs of the default, and what is chosen of all trials, the default among them."""
+def run_trials(
+    runner: TrialRunner, changes: Sequence[Change], progress: Progress | None
+) -> tuple[list[Trial], Recommendation]:
+    """Measures the default, each change, the default again, and the best changes together.
+
+    Returns both runs of the default, and the recommendation of all trials, the default among them.
+    """
     done = 0
 
-    def say(name: str) -> None:
+    def report(name: str) -> None:
         nonlocal done
         if progress:
-            progress(done, max(len(asked) + 2, done + 1), name)
+            progress(done, max(len(changes) + 2, done + 1), name)
         done += 1
 
-    say(DEFAULT)
-    first = job.trial(DEFAULT, ())
+    report(DEFAULT)
+    first = runner.trial(DEFAULT, ())
     trials = [first]
-    for change in asked:
-        say(change.name)
-        trials.append(job.tried(change.name, (change,)))
-    say(AGAIN)
-    runs = [first, job.trial(AGAIN, ())]
+    for change in changes:
+        report(change.name)
+        trials.append(runner.attempt(change.name, (change,)))
+    report(AGAIN)
+    runs = [first, runner.trial(AGAIN, ())]
     bar = max(choice.LEAST, choice.noise(runs))
-    best = choice.winners(choice.judged(trials, runs), bar)
+    best = choice.faster_changes(choice.judge_trials(trials, runs), bar)
     if len(best) > 1:
-        say(TOGETHER)
-        trials.append(job.tried(TOGETHER, best))
-    return runs, _settled(job, choice.judged(trials, runs), runs, say)
+        report(TOGETHER)
+        trials.append(runner.attempt(TOGETHER, best))
+    return runs, _confirmed(runner, choice.judge_trials(trials, runs), runs, report)
 
 
-def _settled(job: Job, trials: Sequence[Trial], runs: Sequence[Trial], say: Callable[[str], None]) -> Choice:
-    """What is chosen once a second run bears it out; each round one trial is borne out or objected to."""
+def _confirmed(
+    runner: TrialRunner, judged: Sequence[Trial], runs: Sequence[Trial], report: Callable[[str], None]
+) -> Recommendation:
+    """Measures the recommended setting again, until a second run confirms one: each run confirms or excludes one."""
+    trials = list(judged)
     while True:
-        found = choice.choose(trials, runs)
-        chosen = next((trial for trial in trials if trial.name == found.chosen), None)
+        recommendation = choice.choose(trials, runs)
+        chosen = next((trial for trial in trials if trial.name == recommendation.chosen), None)
         if chosen is None or not chosen.changes or chosen.second is not None:
-            return found
+            return recommendation
         name = f"{chosen.name} again"
-        say(name)
-        second = choice.confirmed(chosen, job.tried(name, chosen.changes), runs)
-        trials = [second if trial is chosen else trial for trial in trials]
+        report(name)
+        trials[trials.index(chosen)] = choice.confirm(chosen, runner.attempt(name, chosen.changes), runs)
 
 
-def proof(artefact: str | Path) -> Proof:
-    """What quantry.json beside an artefact says of its quality; nothing where there is none."""
+def read_proof(artefact: str | Path) -> ArtefactProof:
+    """Reads the proof of an artefact from its quantry.json; returns an empty one if there is no such file."""
     path = Path(artefact).expanduser()
-    note = (path if path.is_dir() else path.parent) / ARTEFACT_FILE
+    card = (path if path.is_dir() else path.parent) / ARTEFACT_FILE
     try:
-        told = json.loads(note.read_text(encoding="utf-8"))
-        verdict, recipe = told.get("proof") or {}, told.get("recipe") or {}
-        return Proof(verdict.get("verdict"), verdict.get("gate"), recipe.get("kv"))
+        content = json.loads(card.read_text(encoding="utf-8"))
+        proof, recipe = content.get("proof") or {}, content.get("recipe") or {}
+        return ArtefactProof(proof.get("verdict"), proof.get("gate"), recipe.get("kv"))
     except (OSError, ValueError, AttributeError):
-        return Proof()
+        return ArtefactProof()

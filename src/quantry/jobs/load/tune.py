@@ -1,8 +1,8 @@
-"""`quantry tune`: which switches of an engine make this load faster, measured one at a time and then together.
+"""`quantry tune`: finds the switches of an engine that make a load faster, one at a time and then together.
 
-Every setting is a server of its own (`quantry.serving.serve`) under the same load (`jobs.load.bench`, with the same
-prompts), so that no cache knows them. The default is measured first and last: how far its two runs are apart is what a
-gain has to exceed. What is tried is in switches.py, measured in trials.py, chosen in choice.py.
+Every setting gets a new server (`quantry.serving.serve`) and the same load (`jobs.load.bench`, with the same prompts),
+so no cache has seen the prompts. The default is measured first and last: a gain has to exceed the difference of its two
+runs. switches.py lists what is tried, trials.py measures it, choice.py recommends.
 """
 
 import json
@@ -13,26 +13,27 @@ from pathlib import Path
 from typing import Any
 
 from quantry import __version__
-from quantry.errors import OutputError, QuantryError, UnknownNameError
-from quantry.jobs.load import choice, guide, prompts
-from quantry.jobs.load.bench import LIMITS, Lengths
-from quantry.jobs.load.choice import Proof, Trial
-from quantry.jobs.load.switches import GUESSING, SLOTS, changes
-from quantry.jobs.load.trials import Job, measured, proof
+from quantry.errors import OutputError, QuantryError
+from quantry.jobs.load import choice, guidellm_process, prompts
+from quantry.jobs.load.bench import check_output
+from quantry.jobs.load.choice import ArtefactProof, Recommendation, Trial
+from quantry.jobs.load.scenario import Lengths
+from quantry.jobs.load.slo import check_limits
+from quantry.jobs.load.switches import SLOTS, SPECULATION, changes
+from quantry.jobs.load.trials import TrialRunner, read_proof, run_trials
 from quantry.models.writer import write_atomically
-from quantry.registry import suggest
 from quantry.serving import Options, Prepared, prepare
 from quantry.types import Progress
 
 CONCURRENCY = 4
-EACH = 8  # requests of every stream, where nothing is said
+EACH = 8  # requests per stream, by default
 NOTE = "tune.json"
-OWN = ("port", "host", "api_key")  # of Options: tune's servers are for itself
+OWN = ("port", "host", "api_key")  # of Options: tune sets them itself
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What `quantry tune` found. Field names are the JSON names."""
+    """The result of `quantry tune`. Field names are the JSON names."""
 
     artefact: str
     engine: str
@@ -41,11 +42,11 @@ class Tuned:
     date: str
     load: Mapping[str, Any]
     slo: Mapping[str, float]
-    proof: Proof
-    noise: float  # how far two runs of the default were apart
+    proof: ArtefactProof
+    noise: float  # relative difference between the two runs of the default
     trials: tuple[Trial, ...]  # the default first
-    again: Trial  # the default once more, at the end
-    chosen: str | None  # the name of a trial; None where none keeps the limits
+    again: Trial  # the second run of the default, at the end
+    chosen: str | None  # the name of a trial; None if none keeps the limits
     why: str
     command: tuple[str, ...]  # to serve with
     notes: tuple[str, ...]
@@ -82,65 +83,55 @@ def tune(
 ) -> Tuned:
     """Measures the switches that matter on this engine and load, and recommends the fastest that keeps the limits.
 
-    `switches` are names of switches.NAMES, with values where only some are to be tried (`parallel=8`); None tries all
-    that the engine has and the load can show. `others` are artefacts of the same model that may take the place of this
-    one. `serving` are fields of `serving.Options` for all servers. tune.json and the engines' logs go into `output`.
+    `switches` are names of switches.NAMES, with a value to try only that (`parallel=8`); None tries all that the engine
+    has and the load can show. `others` are artefacts of the same model to try instead of this one. `serving` are fields
+    of `serving.Options` for all servers. tune.json and the engines' logs go into the folder `output`.
+
+    Raises QuantryError if an option is wrong, guidellm is missing, or the default cannot be served.
     """
-    serving = {name: value for name, value in serving.items() if value is not None}
-    _check(concurrency, requests, slo or {}, serving, output)
-    python = guide.find_python(guidellm_python)
-    prepared = prepare(artefact, Options(**serving, port=0))
-    engine, context = prepared.serving.engine, prepared.serving.context
+    options = {name: value for name, value in serving.items() if value is not None}
+    _check(concurrency, requests, slo or {}, options, output)
+    python = guidellm_process.find_python(guidellm_python)
+    prepared = prepare(artefact, Options(**options, port=0))
     lengths = Lengths.of(prompt_tokens, "--prompt-tokens"), Lengths.of(answer_tokens, "--answer-tokens")
-    asked = changes(
-        switches,
-        engine,
-        concurrency=concurrency,
-        parallel=serving.get("parallel"),
-        shared=bool(shared_prefix or dataset),
-        draft=draft,
-        others=others,
-    )
+    tried = changes(
+        switches, prepared.serving.engine, concurrency=concurrency, parallel=options.get("parallel"),
+        shared=bool(shared_prefix or dataset), draft=draft, others=others,
+    )  # fmt: skip
     if dataset is None:
-        _check_room(*lengths, shared_prefix, prepared, concurrency)
+        _check_context(*lengths, shared_prefix, prepared, concurrency)
     load = {
         "prompt_tokens": lengths[0], "answer_tokens": lengths[1], "concurrency": (concurrency,),
         "requests": requests or EACH * concurrency, "shared_prefix": shared_prefix, "dataset": dataset,
         "tokenizer": tokenizer, "chat": chat, "slo": dict(slo or {}),
     }  # fmt: skip
-    logs = _folder(output)
-    with guide.started(Path(python), offline=_is_here(dataset) and _is_here(tokenizer)) as guidellm:
-        job = Job(str(artefact), {**serving, "context": context}, load, logs, guidellm)
-        runs, found = measured(job, asked, progress)
-    result = _tuned(job, prepared, runs, found, _about_prompts(dataset, shared_prefix, lengths[0], runs[0]))
+    logs = _log_folder(output)
+    with guidellm_process.started(Path(python), offline=_is_local(dataset) and _is_local(tokenizer)) as guidellm:
+        runner = TrialRunner(str(artefact), {**options, "context": prepared.serving.context}, load, logs, guidellm)
+        runs, recommendation = run_trials(runner, tried, progress)
+    result = _tuned(runner, prepared, runs, recommendation)
     return _written(result, output) if output else result
 
 
-# ---- what was asked ----
-
-
 def _check(
-    concurrency: int, requests: int | None, slo: Mapping[str, float], serving: Mapping[str, Any], output: Path | None
+    concurrency: int, requests: int | None, slo: Mapping[str, float], options: Mapping[str, Any], output: Path | None
 ) -> None:
     for name, value in (("concurrency", concurrency), ("requests", requests)):
         if value is not None and value < 1:
             raise QuantryError(f"{name} is {value}", fix="give a number above 0")
-    for name in slo:
-        if name not in LIMITS:
-            raise UnknownNameError(f"unknown limit {name!r}", fix=suggest(name, LIMITS))
-    if taken := [name for name in OWN if name in serving]:
-        raise QuantryError(f"tune starts servers for itself, and {taken[0]} is asked for", fix=f"leave {taken[0]} out")
-    if output is not None and output.exists() and not output.is_dir():
-        raise OutputError(f"{output} is a file", fix="give a folder")
+    check_limits(slo)
+    if excluded := [name for name in OWN if name in options]:
+        raise QuantryError(f"tune chooses {excluded[0]} for its servers", fix=f"leave {excluded[0]} out")
+    check_output(output)
 
 
-def _is_here(named: str | Path | None) -> bool:
-    """Whether nothing needs to be downloaded for it."""
-    return named is None or Path(named).expanduser().exists()
+def _is_local(name: str | Path | None) -> bool:
+    """Returns True if a data set or tokenizer needs no download."""
+    return name is None or Path(name).expanduser().exists()
 
 
-def _check_room(prompt: Lengths, answer: Lengths, shared_prefix: int, prepared: Prepared, concurrency: int) -> None:
-    """Requests that no server could answer; slots that are not asked for share one context (llama.cpp)."""
+def _check_context(prompt: Lengths, answer: Lengths, shared_prefix: int, prepared: Prepared, concurrency: int) -> None:
+    """Raises QuantryError if a request does not fit the context; llama.cpp's default slots share one context."""
     served = prepared.serving
     needed = shared_prefix + (prompt.max or prompt.mean) + (answer.max or answer.mean)
     if served.context is None:
@@ -158,56 +149,57 @@ def _check_room(prompt: Lengths, answer: Lengths, shared_prefix: int, prepared: 
         )
 
 
-# ---- what was found ----
-
-
-def _about_prompts(dataset: str | Path | None, shared_prefix: int, prompt: Lengths, usual: Trial) -> list[str]:
-    """What the prompts do to the prefix cache."""
-    hits = usual.engine("prefix_hit_rate")
-    if dataset is None:
-        words = prompts.unused(shared_prefix, prompt.mean, hits)
+def _prompt_notes(load: Mapping[str, Any], default: Trial) -> list[str]:
+    """Says what the prompts do to the prefix cache."""
+    hit_rate = default.engine("prefix_hit_rate")
+    if load["dataset"] is None:
+        advice = prompts.unused(load["shared_prefix"], load["prompt_tokens"].mean, hit_rate)
     else:
-        file = Path(dataset)
+        file = Path(load["dataset"])
         texts = prompts.read(file) if file.is_file() else None
-        words = prompts.advice(prompts.shared(texts) if texts else None, hits)
-    return [words] if words else []
+        advice = prompts.advice(prompts.shared(texts) if texts else None, hit_rate)
+    return [advice] if advice else []
 
 
-def _tuned(job: Job, prepared: Prepared, runs: Sequence[Trial], found: choice.Choice, about: Sequence[str]) -> Tuned:
-    chosen = next((trial for trial in found.trials if trial.name == found.chosen), None)
-    guessed = any(change.switch in GUESSING for trial in found.trials for change in trial.changes)
-    made_up = ["the prompts are made up: acceptance on yours may differ, --dataset measures it"]
-    ours = proof(job.artefact)
-    quality = [] if ours.passed else [f"{Path(job.artefact).name} {choice.verdict(ours)}"]
+def _notes(runner: TrialRunner, proof: ArtefactProof, recommendation: Recommendation, default: Trial) -> list[str]:
+    speculated = any(change.switch in SPECULATION for trial in recommendation.trials for change in trial.changes)
+    notes = [*_prompt_notes(runner.load, default), *recommendation.notes]
+    if speculated and runner.load["dataset"] is None:
+        notes.append("the prompts are made up: acceptance on yours may differ, --dataset measures it")
+    if not proof.passed:
+        notes.append(f"{Path(runner.artefact).name} {choice.verdict(proof)}")
+    return notes
+
+
+def _tuned(runner: TrialRunner, prepared: Prepared, runs: Sequence[Trial], recommendation: Recommendation) -> Tuned:
+    chosen = next((trial for trial in recommendation.trials if trial.name == recommendation.chosen), None)
+    proof = read_proof(runner.artefact)
     return Tuned(
-        artefact=job.artefact,
+        artefact=runner.artefact,
         engine=prepared.serving.engine,
         version=prepared.serving.version,
         context=prepared.serving.context,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         load={
             name: str(value) if isinstance(value, Lengths | Path) else value
-            for name, value in job.load.items()
+            for name, value in runner.load.items()
             if name != "slo"
         },
-        slo=job.load["slo"],
-        proof=ours,
+        slo=runner.load["slo"],
+        proof=proof,
         noise=choice.noise(runs),
-        trials=found.trials,
+        trials=recommendation.trials,
         again=runs[1],
-        chosen=found.chosen,
-        why=found.why,
+        chosen=recommendation.chosen,
+        why=recommendation.why,
         command=chosen.command if chosen else (),
-        notes=(*about, *found.notes, *(made_up if guessed and job.load["dataset"] is None else ()), *quality),
+        notes=tuple(_notes(runner, proof, recommendation, runs[0])),
         versions={"quantry": __version__},
     )
 
 
-# ---- writing ----
-
-
-def _folder(output: Path | None) -> Path | None:
-    """Where logs go; made before minutes are spent."""
+def _log_folder(output: Path | None) -> Path | None:
+    """Makes the folder of the logs, before minutes are spent."""
     if output is None:
         return None
     try:
@@ -217,8 +209,8 @@ def _folder(output: Path | None) -> Path | None:
     return output
 
 
-def _written(found: Tuned, output: Path) -> Tuned:
-    whole = replace(found, path=output)
+def _written(result: Tuned, output: Path) -> Tuned:
+    whole = replace(result, path=output)
     try:
         write_atomically(output / NOTE, (json.dumps(whole.to_dict(), indent=2) + "\n").encode())
     except OSError as error:
