@@ -1,8 +1,8 @@
-"""Fits the factors of the speed model (planning/speed/factors.toml) to the measurements of measurements.toml.
+"""Fits the factors of the speed model (the tables `speed` of engines/*.toml) to the measurements of measurements.toml.
 
     python benchmarks/fit_speed.py [ROW ...]
 
-For each fit: the numbers to write into factors.toml, the error of every table, and what a fit that has not seen a batch
+For each fit: the numbers to write there, the error of every table, and what a fit that has not seen a batch
 size predicts for it. The sum of the squares of the logarithms of predicted over measured time is made small; of their
 fourth powers for a fit with a `target`, since there the largest error is what is promised, and points of the target
 count a hundredfold. There is one start, no random number, and far fewer free numbers than points.
@@ -25,13 +25,12 @@ from quantry.devices import Device
 from quantry.devices.catalogue import catalogue
 from quantry.planning.memory.terms import CacheType
 from quantry.planning.models import from_config, open_model
-from quantry.planning.speed.throughput import Factors, Place, prompt_seconds, read_factors, step_seconds
+from quantry.planning.speed.throughput import Factors, Place, factor_rows, prompt_seconds, read_factors, step_seconds
 from quantry.planning.speed.work import Work, work_of
 from quantry.quantizing.recipe import from_options
 from quantry.types import Checkpoint
 
 HERE = Path(__file__).parent
-FACTORS = HERE.parent / "src/quantry/planning/speed/factors.toml"
 TARGET = 100.0
 SIXTEEN = CacheType("16-bit", 16)
 
@@ -66,7 +65,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Fit:
-    """A row of factors.toml, the tables it is fitted to, its free numbers with their start; "+" ties two together."""
+    """A row of a table `speed`, what it is fitted to, its free numbers with their start; "+" ties two together."""
 
     row: str
     tables: tuple[str, ...]
@@ -153,11 +152,8 @@ def _device(row: Mapping[str, Any]) -> Device:
 
 
 def base_row(name: str) -> dict[str, Any]:
-    """A row of factors.toml with what it takes from others."""
-    rows: dict[str, dict[str, Any]] = {}
-    for row in tomllib.loads(FACTORS.read_text(encoding="utf-8"))["factors"]:
-        rows[row["name"]] = deepcopy({**rows[row["like"]], **row} if "like" in row else row)
-    return rows[name]
+    """A row of the tables `speed` of engines/*.toml with what it takes from others."""
+    return deepcopy(factor_rows()[name])
 
 
 def placed(row: Mapping[str, Any], numbers: Mapping[str, float]) -> dict[str, Any]:

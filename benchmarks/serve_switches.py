@@ -33,8 +33,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import measure
 import quantry
 from quantry.jobs.load.metrics import Watch
-from quantry.serving import embedded, serve
+from quantry.serving import embedded
 from quantry.serving.client import Answer, Server
+from quantry.serving.prepare import serve
 
 CONTEXT = 2048
 HEAD, SHORT, LONG = 1000, 32, 128  # tokens of the common head; of answers to its questions; of other answers

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 sys.path.insert(0, str(Path(__file__).parent))
 
 from measure import keep
-from quantry.serving import serve
+from quantry.serving.prepare import serve
 from quantry.serving.process import free_port
 
 CONTEXT = 512

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from quantry.proof.verify import verify
     from quantry.quantizing.convert import convert
     from quantry.quantizing.recipe import presets
-    from quantry.serving import serve
+    from quantry.serving.prepare import serve
     from quantry.types import Anatomy, Artefact, Difference, Proof
 
 __version__ = "0.1.0"
@@ -52,7 +52,7 @@ _HOMES = {
     "quantize": "jobs.quantize",
     "run": "jobs.run",
     "sensitivity": "jobs.auto.sensitivity",
-    "serve": "serving",
+    "serve": "serving.prepare",
     "sweep": "jobs.sweep",
     "tune": "jobs.load.tune",
     "verify": "proof.verify",

@@ -11,21 +11,11 @@ from typing import Any
 
 import pytest
 
-from quantry.engines import engines, flags, latest, removed
-from quantry.engines.contract import (
-    HEAD,
-    HERE,
-    LOOKUP,
-    WORKER,
-    Adapter,
-    Command,
-    Facts,
-    Measure,
-    Serving,
-    Step,
-    adapter,
-    install,
-)
+from quantry.engines.contract.adapter import adapter
+from quantry.engines.contract.boot_log import Facts
+from quantry.engines.contract.catalogue import Measure, engines, flags, latest, removed
+from quantry.engines.contract.command import HEAD, HERE, WORKER, Command, Step
+from quantry.engines.contract.serving import LOOKUP, Serving
 from quantry.errors import QuantryError, RecipeError, UnknownNameError
 
 NAMES = tuple(engines())
@@ -33,7 +23,7 @@ KEY = "sk-0123"
 
 
 def serving(engine: str, **changes: Any) -> Serving:
-    form = adapter(engine).FORMATS[0]
+    form = engines()[engine].formats[0]
     model = "out/model.gguf" if form == "gguf" else "out"
     platform = "cpu" if engine in ("llama.cpp", "onnxruntime", "transformers") else "cuda"
     return replace(Serving(model, form, engine, latest(engine), platform), **changes)
@@ -48,11 +38,12 @@ def line(engine: str, **changes: Any) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_engine_has_all_of_the_contract(name: str) -> None:
-    found = adapter(name)
-    assert all(hasattr(found, one) for one in Adapter.__annotations__)
-    assert name == found.NAME
-    assert found.HEALTH.startswith("/")
-    assert install(name, "cpu").split()[0] in ("pip", "curl", "docker", "brew")
+    found, facts = adapter(name), engines()[name]
+    assert all(callable(getattr(found, one)) for one in ("settings", "command", "explain", "facts"))
+    assert facts.server.health.startswith("/")
+    assert facts.installed_by("cpu").split()[0] in ("pip", "curl", "docker", "brew")
+    assert set(facts.usual_for) <= set(facts.formats)
+    assert facts.installation.program or facts.installation.distributions
     assert found.facts([]) == Facts()
     assert found.facts(["nothing", "", "of \x00 interest"]) == Facts()
 
@@ -379,10 +370,10 @@ def _check_words(name: str, asked: Serving, command: Command) -> None:
 
 
 def test_flags_of_old_are_known_to_be_gone() -> None:
-    """What OUTDATED calls refused is refused by the data of the newest version too, and the new form is not."""
+    """What the facts call outdated and refused is refused by the data of the newest version too, and the new form is not."""
     for name in NAMES:
         gone, known = removed(name), flags(name)
-        for row in adapter(name).OUTDATED:
+        for row in engines()[name].outdated:
             assert row.reason
             old, new = row.old.split(), row.new.split()
             if row.since and old[0].startswith("--") and old[0] not in new:
@@ -391,7 +382,7 @@ def test_flags_of_old_are_known_to_be_gone() -> None:
 
 
 def test_the_handbook_is_corrected() -> None:
-    told = {row.old.split(" MODEL")[0].split(" 16")[0] for name in NAMES for row in adapter(name).OUTDATED}
+    told = {row.old.split(" MODEL")[0].split(" 16")[0] for name in NAMES for row in engines()[name].outdated}
     assert told >= {
         "--speculative-model", "--kv-cache-dtype int8", "--swap-space", "--disable-log-requests", "./server", "./main",
         "--flash-attn", "python -m vllm.entrypoints.openai.api_server --model", "mii.serve(MODEL)", "make -j8",
@@ -509,7 +500,7 @@ def test_rates_are_of_what_was_added_meanwhile() -> None:
 def test_metrics_of_llama_cpp_are_of_its_page() -> None:
     """A page of the embedded server after one prompt of 23 tokens was sent twice: 22 came from the cache."""
     page = {"llamacpp:prompt_tokens_total": 24.0, "llamacpp:prompt_tokens_cached_total": 22.0}
-    metrics = adapter("llama.cpp").METRICS
+    metrics = engines()["llama.cpp"].metrics
     assert metrics
     assert metrics.prefix_hit_rate
     assert metrics.prefix_hit_rate.between({}, page) == pytest.approx(22 / 46)

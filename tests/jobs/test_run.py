@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -22,6 +23,7 @@ from typer.testing import CliRunner
 
 from quantry import devices
 from quantry.cli import app
+from quantry.engines.contract.catalogue import engine
 from quantry.errors import OutputError, QuantryError
 from quantry.jobs.run import QUESTION, Asked, DeclinedError, Run, Step, answering, decision, run
 from quantry.jobs.run.files import alone
@@ -308,7 +310,8 @@ def test_a_port_in_use_is_refused_first_and_the_usual_one_is_not_insisted_on(tmp
             run("demo", tmp_path / "out", **{**QUICK, "port": port})
         decided = decision.decided("demo", tmp_path / "out", Asked(**{**QUICK, "port": None}))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("quantry.engines.llama_cpp.PORT", port)
+            facts = engine("llama.cpp")
+            patch.setattr(answering, "engine", lambda _: replace(facts, server=replace(facts.server, port=port)))
             assert answering.port_of(decided) not in (0, port)
     assert not (tmp_path / "out").exists()
 

@@ -24,7 +24,7 @@ from quantry.jobs.load.switches import NAMES, Change, changes, serve_words
 from quantry.jobs.load.trials import read_proof
 from quantry.jobs.load.tune import Tuned, tune
 from quantry.quantizing import card
-from quantry.serving import serve
+from quantry.serving.prepare import serve
 from shared import recorded
 
 RULES = (

@@ -20,7 +20,17 @@ from hypothesis import strategies as st
 
 from quantry.devices import Device
 from quantry.devices.catalogue import catalogue, parse
-from quantry.engines import Engine, Row, engine, engines, flags, known_version, latest, removed, version_key
+from quantry.engines.contract.catalogue import (
+    Capability,
+    Engine,
+    engine,
+    engines,
+    flags,
+    known_version,
+    latest,
+    removed,
+    version_key,
+)
 from quantry.errors import QuantryError, UnknownNameError
 from quantry.planning import feasibility
 from quantry.planning.feasibility import WORDS, feasible, used_facts
@@ -501,7 +511,7 @@ def test_engines_are_those_of_the_plan() -> None:
 
 
 @pytest.mark.parametrize(("one", "table", "row"), ALL_ROWS)
-def test_rows(one: Engine, table: str, row: Row) -> None:
+def test_rows(one: Engine, table: str, row: Capability) -> None:
     """A row speaks of facts that there are, in sentences that can be filled in, and says where it is from."""
     for conditions in (row.when, row.needs, *one.cases.values()):
         assert set(used_facts(conditions)) <= set(WORDS)

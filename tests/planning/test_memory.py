@@ -19,7 +19,7 @@ import quantry
 from llamacpp_buffers import ask
 from quantry.devices import Device
 from quantry.devices.catalogue import parse
-from quantry.engines import engines
+from quantry.engines.contract.catalogue import engines
 from quantry.errors import QuantryError
 from quantry.models.anatomy import dissect
 from quantry.models.attention import kv_layers
@@ -554,7 +554,13 @@ def test_every_term_has_a_source_and_a_date() -> None:
     rows = [row for value in data.values() for row in (value if isinstance(value, list) else [value])]
     rows += [change for row in rows for change in row.get("changes", ())]
     assert all(row.get("source") and row.get("date") for row in rows)
-    assert set(engines()) <= set(data)
+
+
+@pytest.mark.parametrize("name", engines())
+def test_every_constant_of_an_engine_has_a_source_and_a_date(name: str) -> None:
+    table = engines()[name].memory
+    rows = [table, *(row for key in ("changes", "loads", "kv_types") for row in table.get(key, ()))]
+    assert all(row.get("source") and row.get("date") for row in rows)
 
 
 def test_widest_place_of_a_mixture() -> None:

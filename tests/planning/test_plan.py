@@ -14,7 +14,7 @@ import make_plan
 from command import imported
 from command import process as run
 from quantry.devices.catalogue import catalogue, parse
-from quantry.engines import engines, flags, latest
+from quantry.engines.contract.catalogue import engines, flags, latest
 from quantry.errors import QuantryError, UnknownNameError
 from quantry.jobs.quantize import quantize
 from quantry.planning import matrices, rules
@@ -204,7 +204,7 @@ def test_every_flag_is_one_of_the_engine(engine: str, platform: str) -> None:
 
 
 def test_a_flag_that_a_version_lacks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quantry.engines import contract as module
+    from quantry.engines.contract import command as module
 
     known = {name: flag for name, flag in flags("vllm").items() if name != "--max-num-seqs"}
     monkeypatch.setattr(module, "flags", lambda engine, version: known)
@@ -406,11 +406,11 @@ def test_rules_name_what_exists() -> None:
         "w2a16",
     }
     schemes |= {one.file_type for one in presets().values() if one.file_type}
-    uses, engines, tiers = set(rules.uses()), set(rules.engine_rows()), {rules.tier(device) for device in catalogue()}
+    uses, names, tiers = set(rules.uses()), set(engines()), {rules.tier(device) for device in catalogue()}
     known = {
         "scheme": schemes,
         "use": uses,
-        "engine": engines,
+        "engine": names,
         "tier": tiers,
         "family": {one.family for one in catalogue()},
     }

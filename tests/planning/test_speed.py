@@ -132,7 +132,7 @@ def test_two_gpus_that_no_fit_has_seen(fitting: ModuleType) -> None:
 def test_every_table_says_where_it_is_from() -> None:
     for row in tomllib.loads((BENCHMARKS / "measurements.toml").read_text(encoding="utf-8"))["tables"]:
         assert all(row[name] for name in ("source", "date", "version")), row["name"]
-    for factors in throughput._factors():
+    for factors in throughput.factors():
         assert factors.source
         assert factors.date
         assert 0 < factors.spread < 1

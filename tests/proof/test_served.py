@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import quantry
-from demo_artefacts import quantized_demo
 from quantry.errors import CheckpointError, ModelNotFoundError, QuantryError, UnknownNameError, WeightError
 from quantry.llamacpp.model import Model
 from quantry.models.reader import open_checkpoint
@@ -61,7 +60,9 @@ def ids(windows: list[Window]) -> list[NDArray[np.int32]]:
 
 @pytest.fixture(scope="module")
 def f16(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return quantized_demo(tmp_path_factory, "gguf-f16")
+    folder = tmp_path_factory.mktemp("served") / "demo-f16"
+    quantry.quantize(DEMO, folder, preset="gguf-f16")
+    return folder
 
 
 def logits(model: PreTrainedModel, window: Window) -> Tensor:

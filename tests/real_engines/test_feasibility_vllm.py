@@ -18,7 +18,7 @@ import pytest
 from environment import HERE, ensure
 from quantry import registry
 from quantry.devices import Device
-from quantry.engines import engine, flags, removed
+from quantry.engines.contract.catalogue import engine, flags, removed
 from quantry.planning import feasibility
 from quantry.planning.feasibility import agrees, feasible
 from quantry.quantizing.recipe import Recipe, presets

@@ -32,11 +32,14 @@ from hypothesis import strategies as st
 
 from environment import CACHE, ensure
 from quantry.blockwise import walk
-from quantry.engines.contract import Serving, adapter
+from quantry.engines.contract.adapter import adapter
+from quantry.engines.contract.serving import Serving
 from quantry.errors import QuantryError
 from quantry.models.reader import local_folder
 from quantry.proof import sources
-from quantry.serving import Options, onnx_server, prepare, process, serve
+from quantry.serving import onnx_server, process
+from quantry.serving.options import Options
+from quantry.serving.prepare import prepare, serve
 from quantry.serving.process import Launch, Running
 
 pytestmark = pytest.mark.engines

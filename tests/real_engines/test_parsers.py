@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from environment import HERE, ensure
-from quantry.engines import flags
-from quantry.engines.contract import LOOKUP, Serving, adapter
+from quantry.engines.contract.adapter import adapter
+from quantry.engines.contract.catalogue import flags
+from quantry.engines.contract.serving import LOOKUP, Serving
 
 pytestmark = pytest.mark.engines
 

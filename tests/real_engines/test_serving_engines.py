@@ -21,7 +21,8 @@ import quantry
 from environment import ensure
 from quantry.errors import QuantryError
 from quantry.jobs.load.metrics import Watch, parse
-from quantry.serving import Options, prepare, serve
+from quantry.serving.options import Options
+from quantry.serving.prepare import prepare, serve
 from quantry.serving.process import EngineError, Running
 from test_engines import reference
 

@@ -21,14 +21,18 @@ import pytest
 
 import quantry
 from quantry import devices
-from quantry.engines.contract import Command, Serving, Step
+from quantry.engines.contract.command import Command, Step
+from quantry.engines.contract.serving import Serving
 from quantry.errors import QuantryError
 from quantry.planning.memory.footprint import Settings, footprint
 from quantry.planning.models import find_model
 from quantry.planning.models import open_model as planned_model
 from quantry.report.sizes import human
-from quantry.serving import Options, choose, container, embedded, prepare, process, serve
+from quantry.serving import container, embedded, process, select
 from quantry.serving.cores import physical_cores
+from quantry.serving.fit import CONTEXT, fitted
+from quantry.serving.options import Options
+from quantry.serving.prepare import prepare, serve
 from quantry.serving.process import EngineError, Launch, Running
 from quantry.types import Workload
 from tiny_files import LLAMA, MakeFolder
@@ -539,7 +543,9 @@ def test_an_artefact_for_another_engine(make_folder: MakeFolder) -> None:
     packed = make_folder(
         {**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 64}}, name="packed"
     )
-    with pytest.raises(QuantryError, match="llama.cpp does not load .*gptq.*quantry convert .* --format gguf"):
+    with pytest.raises(
+        QuantryError, match="llama.cpp does not load .*gptq.*quantry quantize MODEL --preset gguf-q4_k_m -o OUT"
+    ):
         prepare(packed, Options(engine="llama.cpp"))
     odd = make_folder({**LLAMA, "quantization_config": {"quant_method": "quip", "bits": 2}}, name="odd")
     with pytest.raises(QuantryError, match="'quip', which no engine here loads"):
@@ -549,9 +555,9 @@ def test_an_artefact_for_another_engine(make_folder: MakeFolder) -> None:
 def test_the_usual_engine_of_a_format(make_folder: MakeFolder, gguf_file: Path) -> None:
     def usual(method: str | None, **more: Any) -> str:
         settings = {"quantization_config": {"quant_method": method, **more}} if method else {}
-        return choose.choose(choose.open_model(make_folder({**LLAMA, **settings}, name=method or "plain")), None, None)
+        return select.select(select.open_model(make_folder({**LLAMA, **settings}, name=method or "plain")), None, None)
 
-    assert choose.choose(choose.open_model(gguf_file), None, None) == "llama.cpp"
+    assert select.select(select.open_model(gguf_file), None, None) == "llama.cpp"
     assert usual("awq", bits=4, group_size=64) == "vllm"
     assert usual("bitsandbytes", load_in_4bit=True) == "transformers"
     assert usual(None) == "transformers", "vllm is not installed beside these tests"
@@ -571,18 +577,18 @@ def test_an_onnx_folder(tmp_path: Path) -> None:
     folder = tmp_path / "built"
     folder.mkdir()
     (folder / "genai_config.json").write_text(json.dumps({"model": {"context_length": 2048}}))
-    found = choose.open_model(folder)
+    found = select.open_model(folder)
     assert (found.format, found.context, found.name) == ("onnx", 2048, "built")
-    assert choose.choose(found, None, None) == "onnxruntime"
+    assert select.select(found, None, None) == "onnxruntime"
 
 
 # ---- memory and cores ----
 
 
-def large(**more: Any) -> tuple[choose.Model, Serving]:
+def large(**more: Any) -> tuple[select.ServedModel, Serving]:
     """Llama 3.1 8B in 16 bit: 15 GiB of weights and 128 KiB a token."""
     checkpoint = planned_model("llama-3.1-8b")
-    model = choose.Model("llama-3.1-8b", Path("m"), "safetensors", "m", checkpoint)
+    model = select.ServedModel("llama-3.1-8b", Path("m"), "safetensors", "m", checkpoint)
     return model, Serving("m", "safetensors", "vllm", "0.32.0", platform="cuda", **more)
 
 
@@ -595,7 +601,7 @@ def test_memory_that_is_not_there() -> None:
         settings=Settings(sequences=4),
     )  # fmt: skip
     with pytest.raises(QuantryError) as caught:
-        choose.fitted(serving, model, machine)
+        fitted(serving, model, machine)
     for part in (needed.weights, needed.kv_cache, needed.per_device):
         assert human(part) in str(caught.value)
     words = str(caught.value).partition("this would fit: ")[2].split()
@@ -605,34 +611,34 @@ def test_memory_that_is_not_there() -> None:
         for flag, value in zip(words[::2], words[1::2], strict=True)
     }
     assert change
-    choose.fitted(replace(serving, **change), model, machine)  # what is named does fit
+    fitted(replace(serving, **change), model, machine)  # what is named does fit
     with pytest.raises(QuantryError, match="quantize it to fewer bits"):
-        choose.fitted(serving, model, devices.hardware("RTX 3060"))
+        fitted(serving, model, devices.hardware("RTX 3060"))
 
 
 def test_a_context_is_chosen_that_fits() -> None:
     model, serving = large(concurrency=32)
-    roomy, _ = choose.fitted(serving, model, devices.hardware("H100"))
-    tight, needed = choose.fitted(serving, model, devices.hardware("RTX 4090"))
-    assert roomy.context == choose.CONTEXT
+    roomy, _ = fitted(serving, model, devices.hardware("H100"))
+    tight, needed = fitted(serving, model, devices.hardware("RTX 4090"))
+    assert roomy.context == CONTEXT
     assert tight.context is not None
-    assert tight.context < choose.CONTEXT
+    assert tight.context < CONTEXT
     assert needed is not None
     with pytest.raises(QuantryError, match="does not fit"):
-        choose.fitted(replace(serving, context=2 * tight.context), model, devices.hardware("RTX 4090"))
+        fitted(replace(serving, context=2 * tight.context), model, devices.hardware("RTX 4090"))
 
 
 def test_finished_prompts_get_half_of_the_room_that_is_left() -> None:
     """llama.cpp would keep 8 GiB of them; where there is more than twice that, it is left alone."""
-    model = choose.Model("llama-3.1-8b", Path("m"), "gguf", "m", planned_model("llama-3.1-8b"))
+    model = select.ServedModel("llama-3.1-8b", Path("m"), "gguf", "m", planned_model("llama-3.1-8b"))
     serving = Serving("m", "gguf", "llama.cpp", "b11549", context=8192, concurrency=1)
     machine = devices.hardware("cpu")
 
     def kept(gib_free: int) -> int | None:
         place = replace(machine.cpu, usable=gib_free << 30, free=None)
-        return choose.fitted(serving, model, replace(machine, cpu=place))[0].prompt_cache_mib
+        return fitted(serving, model, replace(machine, cpu=place))[0].prompt_cache_mib
 
-    _, needed = choose.fitted(serving, model, replace(machine, cpu=replace(machine.cpu, usable=64 << 30, free=None)))
+    _, needed = fitted(serving, model, replace(machine, cpu=replace(machine.cpu, usable=64 << 30, free=None)))
     assert needed is not None
     assert kept(64) is None
     assert kept(24) == ((24 << 30) - needed.per_device) // 2 >> 20

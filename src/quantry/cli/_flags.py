@@ -81,7 +81,7 @@ def spelled(names: Iterable[str]) -> str:
 
 
 def _engines() -> Iterable[str]:
-    from quantry.engines import engines
+    from quantry.engines.contract.catalogue import engines
 
     return engines()
 

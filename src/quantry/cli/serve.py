@@ -9,7 +9,7 @@ import typer
 from quantry.cli._flags import CacheGib, Context, EngineBin, EnginePython, Extra, Image, Json, Threads, Utilization
 
 if TYPE_CHECKING:
-    from quantry.serving import Prepared
+    from quantry.serving.prepare import ServerPlan
     from quantry.serving.process import Running
 
 INTERRUPTED = 130
@@ -82,7 +82,8 @@ def command(
     json: Json = False,
 ) -> None:
     """Start the engine that suits a model, with the right flags for its version; Ctrl-C stops it."""
-    from quantry.serving import Options, prepare
+    from quantry.serving.options import Options
+    from quantry.serving.prepare import prepare
 
     prepared = prepare(
         model,
@@ -104,17 +105,16 @@ def command(
         _run(prepared, log, patience, quiet=quiet, json=json)
 
 
-def _run(prepared: "Prepared", log: Path | None, patience: float, *, quiet: bool, json: bool) -> None:
+def _run(prepared: "ServerPlan", log: Path | None, patience: float, *, quiet: bool, json: bool) -> None:
     """Serves until the engine ends or a signal comes; an end of its own is an error with its exit code."""
-    from quantry.serving import begin
-    from quantry.serving.process import ended_by_signals
+    from quantry.serving.process import ended_by_signals, start
 
     try:
         with ended_by_signals():
             for where, why, words in prepared.elsewhere:
                 typer.echo(f"on {where}: {words}  # {why}", err=True)
             stream = None if quiet else sys.stderr
-            with begin(prepared, log=log, stream=stream, patience=patience, tell=_tell) as running:
+            with start(prepared.launch, log=log, stream=stream, patience=patience, tell=_tell) as running:
                 typer.echo(_json(_facts(prepared, running)) if json else _ready(prepared, running))
                 sys.stdout.flush()
                 code = running.wait()
@@ -129,13 +129,13 @@ def _tell(line: str) -> None:
     typer.echo(line, err=True)
 
 
-def _facts(prepared: "Prepared", running: "Running") -> dict[str, Any]:
+def _facts(prepared: "ServerPlan", running: "Running") -> dict[str, Any]:
     from dataclasses import asdict
 
     return {**prepared.to_dict(), "pid": running.pid, "log": str(running.log), "facts": asdict(running.facts())}
 
 
-def _ready(prepared: "Prepared", running: "Running") -> str:
+def _ready(prepared: "ServerPlan", running: "Running") -> str:
     """What a person needs once it serves."""
     from json import dumps
     from shlex import quote
@@ -154,14 +154,14 @@ def _ready(prepared: "Prepared", running: "Running") -> str:
     return "\n".join(f"{name:<8} {text}" for name, text in rows.items())
 
 
-def _shown(prepared: "Prepared") -> str:
+def _shown(prepared: "ServerPlan") -> str:
     from shlex import join
 
     others = [f"# on {where}: {why}\n{words}" for where, why, words in prepared.elsewhere]
     return "\n".join([*others, join(prepared.launch.command.shown())])
 
 
-def _explain(prepared: "Prepared") -> None:
+def _explain(prepared: "ServerPlan") -> None:
     """Every flag with its reason, then the forms that older texts give."""
     from rich.console import Console
     from rich.table import Table

@@ -2,48 +2,26 @@
 
 from collections.abc import Iterable
 
-from quantry.engines.contract import (
+from quantry.engines.contract.boot_log import Facts
+from quantry.engines.contract.command import (
     Command,
-    Facts,
-    Metrics,
-    Outdated,
-    Serving,
     Setting,
     check,
     checked,
     explained,
     maybe,
     refuse,
+    secrets,
     several,
 )
-
-NAME = "deepspeed"
-FORMATS = ("safetensors",)
-PORT = 8000
-HEALTH = "/health"
-METRICS: Metrics | None = None
-INSTALL = {"any": "pip install deepspeed-mii==0.3.3 fschat shortuuid"}
-OUTDATED = (
-    Outdated(
-        "deepspeed.init_inference(model, dtype=torch.int8)",
-        "python -m mii.entrypoints.openai_api_server --model MODEL",
-        "kernel injection is left behind: MII batches sequences continuously, in 16 bit",
-        None,
-    ),
-    Outdated(
-        "mii.serve(MODEL)",
-        "python -m mii.entrypoints.openai_api_server --model MODEL",
-        "it answers gRPC alone; the server in front of it answers the OpenAI API",
-        None,
-    ),
-)
+from quantry.engines.contract.serving import Serving
 
 
 def settings(serving: Serving) -> list[Setting]:
     return [
         Setting("--model", serving.model, "the folder, in 16 bit"),
         Setting("--host", serving.host, "the address that it listens on; its own default is every address"),
-        Setting("--port", serving.port or PORT, "the port that it listens on"),
+        Setting("--port", serving.listening_port, "the port that it listens on"),
         *maybe("--deployment-name", serving.name, "what the deployment is called"),
         *maybe("--max-length", serving.context, "the longest sequence, prompt and answer"),
         *several("--tensor-parallel", serving.tensor_parallel, "every layer is cut into as many parts, one a device"),
@@ -53,11 +31,11 @@ def settings(serving: Serving) -> list[Setting]:
 
 
 def command(serving: Serving) -> Command:
-    check(serving, FORMATS)
+    check(serving)
     _refuse(serving)
     return Command(
         argv=(serving.python, "-m", "mii.entrypoints.openai_api_server", *checked(serving, settings(serving))),
-        secrets=frozenset({serving.api_key} if serving.api_key else ()),
+        secrets=secrets(serving),
     )
 
 

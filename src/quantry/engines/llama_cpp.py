@@ -2,52 +2,21 @@
 
 from collections.abc import Iterable
 
-from quantry.engines.contract import (
-    LOOKUP,
+from quantry.engines.contract.boot_log import Facts, last, size, until
+from quantry.engines.contract.command import (
     Command,
-    Facts,
-    Measure,
-    Metrics,
-    Outdated,
-    Serving,
     Setting,
     check,
     checked,
     environment,
     explained,
-    last,
     maybe,
     refuse,
-    size,
+    secrets,
     switch,
-    until,
 )
+from quantry.engines.contract.serving import LOOKUP, Serving
 
-NAME = "llama.cpp"
-FORMATS = ("gguf",)
-PORT = 8080
-HEALTH = "/health"
-METRICS = Metrics(
-    "/metrics",  # with --metrics
-    prefix_hit_rate=Measure(  # prompt_tokens_total is without those from the cache
-        ("llamacpp:prompt_tokens_cached_total",),
-        ("llamacpp:prompt_tokens_cached_total", "llamacpp:prompt_tokens_total"),
-    ),
-    acceptance_rate=Measure(
-        ("llamacpp:spec_decode_num_accepted_tokens_total",), ("llamacpp:spec_decode_num_draft_tokens_total",)
-    ),
-)
-INSTALL = {"any": "pip install xllamacpp"}
-OUTDATED = (
-    Outdated("./server", "llama-server", "all programs have the prefix llama-", "b4000"),
-    Outdated("./main", "llama-cli", "all programs have the prefix llama-", "b4000"),
-    Outdated("./quantize", "quantry quantize (or llama-quantize)", "all programs have the prefix llama-", "b4000"),
-    Outdated("make -j8", "cmake -B build && cmake --build build", "it is built with CMake", "b4000"),
-    Outdated("--flash-attn", "--flash-attn on", "it takes on, off or auto; auto is what it does by itself", "b10605"),
-    Outdated("--draft-max 16", "--spec-draft-n-max 16", "each way of guessing has flags of its own", "b10605"),
-    Outdated("--n-gpu-layers 80", "", "as many layers as fit go to the GPU by themselves", None),
-    Outdated("--cont-batching", "", "on by itself", None),
-)
 ALL_LAYERS = 999
 # Lookup, measured with a 135M model in Q8_0 on a CPU: repeating a text, editing code, rewriting, extracting lines; 395
 # tokens. These sizes need 112 steps and 79 % of 359 guesses are right. llama.cpp's own, 12 and 48, need 225 steps,
@@ -60,7 +29,7 @@ def settings(serving: Serving) -> list[Setting]:
     return [
         Setting("--model", serving.model, "the file, or the first of its parts"),
         Setting("--host", serving.host, "the address that it listens on"),
-        Setting("--port", serving.port or PORT, "the port that it listens on"),
+        Setting("--port", serving.listening_port, "the port that it listens on"),
         *_slots(serving),
         *_places(serving),
         *_cache(serving),
@@ -78,13 +47,13 @@ def settings(serving: Serving) -> list[Setting]:
 
 def command(serving: Serving) -> Command:
     """`llama-server` with its words; nothing is run before it."""
-    check(serving, FORMATS)
+    check(serving)
     _refuse(serving)
     found = settings(serving)
     return Command(
         argv=("llama-server", *checked(serving, found)),
         env=environment(found),
-        secrets=frozenset({serving.api_key} if serving.api_key else ()),
+        secrets=secrets(serving),
     )
 
 

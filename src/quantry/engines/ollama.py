@@ -5,38 +5,28 @@ from dataclasses import replace
 from pathlib import Path
 
 from quantry.engines import llama_cpp
-from quantry.engines.contract import (
+from quantry.engines.contract.boot_log import Facts, last
+from quantry.engines.contract.command import (
     Command,
-    Facts,
-    Metrics,
-    Outdated,
-    Serving,
     Setting,
     Step,
     check,
     checked,
     environment,
     explained,
-    last,
     maybe,
     refuse,
 )
+from quantry.engines.contract.serving import Serving
 from quantry.errors import RecipeError
 
-NAME = "ollama"
-FORMATS = ("gguf", "safetensors")
-PORT = 11434
-HEALTH = "/api/version"
-METRICS: Metrics | None = None
-INSTALL = {"any": "curl -fsSL https://ollama.com/install.sh | sh", "metal": "brew install ollama"}
-OUTDATED: tuple[Outdated, ...] = ()
 MODELFILE = "Modelfile"
 
 
 def settings(serving: Serving) -> list[Setting]:
     """The server is told by its environment, the model by its Modelfile."""
     host = f"[{serving.host}]" if serving.host.count(":") > 1 else serving.host  # IPv6
-    address = f"{host}:{serving.port or PORT}"
+    address = f"{host}:{serving.listening_port}"
     small = serving.kv != "auto"
     return [
         Setting("OLLAMA_HOST=", address, "where it listens, and where ollama create finds it"),
@@ -49,7 +39,7 @@ def settings(serving: Serving) -> list[Setting]:
 
 def command(serving: Serving) -> Command:
     """`ollama serve`; then the model is made from the file, under the name that requests use."""
-    check(serving, FORMATS)
+    check(serving)
     _refuse(serving)
     found = settings(serving)
     create = ("ollama", "create", name(serving), "--file", MODELFILE)

@@ -2,34 +2,23 @@
 
 from collections.abc import Iterable
 
-from quantry.engines.contract import (
+from quantry.engines.contract.boot_log import Facts, last
+from quantry.engines.contract.command import (
     Command,
-    Facts,
-    Metrics,
-    Outdated,
-    Serving,
     Setting,
     Step,
     check,
     checked,
     environment,
     explained,
-    last,
     maybe,
     refuse,
+    secrets,
 )
+from quantry.engines.contract.serving import Serving
 
-NAME = "onnxruntime"
 BUILT = "onnx"
-FORMATS = (BUILT, "safetensors", "gptq", "awq", "gguf")
-PORT = 8000
-HEALTH = "/health"
-METRICS: Metrics | None = Metrics("/metrics")
-INSTALL = {
-    "any": "pip install onnx onnx-ir onnxruntime onnxruntime-genai torch transformers",
-    "cuda": "pip install onnx onnx-ir onnxruntime-gpu onnxruntime-genai-cuda torch transformers",
-}
-OUTDATED: tuple[Outdated, ...] = ()
+MARK = "genai_config.json"  # the last file that the builder writes
 SERVER = "quantry.serving.onnx_server"
 
 
@@ -38,7 +27,7 @@ def settings(serving: Serving) -> list[Setting]:
     return [
         Setting("--model", folder(serving), "the folder that the builder wrote"),
         Setting("--host", serving.host, "the address that it listens on"),
-        Setting("--port", serving.port or PORT, "the port that it listens on"),
+        Setting("--port", serving.listening_port, "the port that it listens on"),
         *maybe("--served-model-name", serving.name, "what requests call the model"),
         *maybe("--threads", serving.threads, "threads that compute: more than free cores slow it down"),
         *maybe("--context", serving.context, "the longest sequence, prompt and answer"),
@@ -52,14 +41,14 @@ def settings(serving: Serving) -> list[Setting]:
 
 def command(serving: Serving) -> Command:
     """The builder for what is no ONNX yet, then the server, both with the engine's python."""
-    check(serving, FORMATS)
+    check(serving)
     _refuse(serving)
     found = settings(serving)
     return Command(
         argv=(serving.python, "-m", SERVER, *checked(serving, found)),
         env=environment(found),
         steps=() if serving.format == BUILT else (_build(serving),),
-        secrets=frozenset({serving.api_key} if serving.api_key else ()),
+        secrets=secrets(serving),
     )
 
 
@@ -106,7 +95,9 @@ def _precision(serving: Serving) -> str:
 def _build(serving: Serving) -> Step:
     words = checked(_plain(serving), builder(serving))
     return Step(
-        (serving.python, "-m", "onnxruntime_genai.models.builder", *words), "the ONNX model, from the checkpoint"
+        (serving.python, "-m", "onnxruntime_genai.models.builder", *words),
+        "the ONNX model, from the checkpoint",
+        makes=f"{folder(serving)}/{MARK}",
     )
 
 

@@ -2,50 +2,25 @@
 
 from collections.abc import Iterable
 
-from quantry.engines import version_key
-from quantry.engines.contract import (
-    LOOKUP,
+from quantry.engines.contract.boot_log import Facts, last, size
+from quantry.engines.contract.catalogue import version_key
+from quantry.engines.contract.command import (
     Command,
-    Facts,
-    Metrics,
-    Outdated,
-    Serving,
     Setting,
     Step,
     check,
     checked,
     explained,
-    last,
     maybe,
     refuse,
     several,
-    size,
     switch,
 )
+from quantry.engines.contract.serving import LOOKUP, Serving
 from quantry.errors import RecipeError
 
-NAME = "tensorrt-llm"
 CONVERTED = "tensorrt-llm"  # what its own converters write: rank0.safetensors and on
-FORMATS = ("compressed-tensors", "gptq", "awq", "fp8", "safetensors", CONVERTED)
-PORT = 8000
-HEALTH = "/health"
-METRICS = Metrics("/prometheus/metrics")  # requests and times; neither a hit rate nor the use of the cache
-INSTALL = {"any": "pip install tensorrt-llm --extra-index-url https://pypi.nvidia.com"}
 NO_BUILD = "1.3.0rc1"  # from here on there is no TensorRT backend
-OUTDATED = (
-    Outdated(
-        "convert_checkpoint.py, trtllm-build, then Triton with the engine",
-        "trtllm-serve MODEL",
-        "the TensorRT backend was removed: checkpoints are loaded as they are, on the PyTorch backend",
-        NO_BUILD,
-    ),
-    Outdated(
-        "convert_checkpoint.py --smoothquant 0.5 --int8_kv_cache",
-        "quantry quantize --preset fp8-dynamic, or w4a16",
-        "the PyTorch backend has no SmoothQuant and no INT8 KV cache",
-        NO_BUILD,
-    ),
-)
 CONFIG = "trtllm.yaml"
 GUESSES, MATCH = 4, 2  # tokens guessed at a time, and the longest run that lookup searches for
 RENAMED = "1.3.0rc1"  # speculative_model_dir became speculative_model
@@ -54,7 +29,7 @@ RENAMED = "1.3.0rc1"  # speculative_model_dir became speculative_model
 def settings(serving: Serving) -> list[Setting]:
     return [
         Setting("--host", serving.host, "the address that it listens on"),
-        Setting("--port", serving.port or PORT, "the port that it listens on"),
+        Setting("--port", serving.listening_port, "the port that it listens on"),
         *maybe("--max_seq_len", serving.context, "the longest sequence, prompt and answer"),
         *maybe("--max_batch_size", serving.concurrency, "sequences that are answered at once; more wait"),
         *several("--tp_size", serving.tensor_parallel, "every layer is cut into as many parts, one a device"),
@@ -71,7 +46,7 @@ def settings(serving: Serving) -> list[Setting]:
 
 def command(serving: Serving) -> Command:
     """`trtllm-serve`, after `trtllm-build` for a checkpoint of its own format."""
-    check(serving, FORMATS)
+    check(serving)
     _refuse(serving)
     built = serving.format == CONVERTED
     text = config(serving)

@@ -2,34 +2,22 @@
 
 from collections.abc import Iterable
 
-from quantry.engines.contract import (
-    LOOKUP,
+from quantry.engines.contract.boot_log import Facts, last
+from quantry.engines.contract.command import (
     Command,
-    Facts,
-    Metrics,
-    Outdated,
-    Serving,
     Setting,
     check,
     checked,
     environment,
     explained,
-    last,
     maybe,
     refuse,
+    secrets,
     several,
     switch,
 )
+from quantry.engines.contract.serving import LOOKUP, Serving
 
-NAME = "tgi"
-FORMATS = ("compressed-tensors", "gptq", "awq", "fp8", "safetensors")
-PORT = 8000
-HEALTH = "/health"
-METRICS = Metrics("/metrics")  # none of its names is a hit rate, an acceptance rate or the use of the cache
-INSTALL = {"any": "docker pull ghcr.io/huggingface/text-generation-inference:3.3.7"}
-OUTDATED = (
-    Outdated("--max-input-length 4095", "--max-input-tokens 4095", "the old name is kept for old scripts only", None),
-)
 GUESSES = 2  # tokens guessed at a time where nobody says
 
 
@@ -39,7 +27,7 @@ def settings(serving: Serving) -> list[Setting]:
     return [
         Setting("--model-id", serving.model, "the folder"),
         Setting("--hostname", serving.host, "the address that it listens on; its own default is every address"),
-        Setting("--port", serving.port or PORT, "the port that it listens on"),
+        Setting("--port", serving.listening_port, "the port that it listens on"),
         *maybe("--max-input-tokens", longest, "the longest prompt: one token is left for the answer"),
         *maybe("--max-total-tokens", serving.context, "the longest sequence, prompt and answer"),
         *maybe("--max-concurrent-requests", serving.concurrency, "requests that are taken at once; more are refused"),
@@ -62,13 +50,13 @@ def settings(serving: Serving) -> list[Setting]:
 
 def command(serving: Serving) -> Command:
     """`text-generation-launcher`, as in its container."""
-    check(serving, FORMATS)
+    check(serving)
     _refuse(serving)
     found = settings(serving)
     return Command(
         argv=("text-generation-launcher", *checked(serving, found)),
         env=environment(found),
-        secrets=frozenset({serving.api_key} if serving.api_key else ()),
+        secrets=secrets(serving),
     )
 
 

@@ -3,46 +3,27 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from quantry.engines.contract import (
+from quantry.engines.contract.boot_log import Facts, last
+from quantry.engines.contract.command import (
     THREADS,
     Command,
-    Facts,
-    Metrics,
-    Outdated,
-    Serving,
     Setting,
     check,
     checked,
     environment,
     explained,
-    last,
     maybe,
     refuse,
     switch,
 )
-
-NAME = "transformers"
-FORMATS = ("bitsandbytes", "compressed-tensors", "gptq", "awq", "fp8", "safetensors", "gguf")
-PORT = 8000
-HEALTH = "/health"
-METRICS: Metrics | None = None
-INSTALL = {"any": "pip install 'transformers[serving]' accelerate bitsandbytes compressed-tensors"}
-OUTDATED = (
-    Outdated(
-        "from_pretrained(..., load_in_4bit=True)",
-        "from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True))",
-        "the arguments are gone; a server takes --quantization bnb-4bit",
-        "5.0",
-    ),
-    Outdated("transformers-cli", "transformers", "the program has a shorter name", "5.0"),
-)
+from quantry.engines.contract.serving import Serving
 
 
 def settings(serving: Serving) -> list[Setting]:
     many = serving.concurrency is not None and serving.concurrency > 1
     return [
         Setting("--host", serving.host, "the address that it listens on"),
-        Setting("--port", serving.port or PORT, "the port that it listens on"),
+        Setting("--port", serving.listening_port, "the port that it listens on"),
         *switch(many, "--continuous-batching", "several sequences are answered at once, with a paged cache"),
         *maybe("--cb-max-batch-tokens", serving.batch_tokens, "tokens of one step"),
         *maybe("--cb-max-memory-percent", serving.utilization, "the share of a device for the KV cache"),
@@ -55,7 +36,7 @@ def settings(serving: Serving) -> list[Setting]:
 
 def command(serving: Serving) -> Command:
     """`transformers serve MODEL`; a GGUF is named by its folder and file."""
-    check(serving, FORMATS)
+    check(serving)
     _refuse(serving)
     found = settings(serving)
     return Command((*_program(serving), _model(serving), *checked(serving, found)), environment(found))

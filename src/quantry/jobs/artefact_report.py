@@ -18,8 +18,10 @@ from typing import Any
 from quantry.devices import Device
 from quantry.devices.catalogue import parse
 from quantry.devices.detect import detect
-from quantry.engines import latest
-from quantry.engines.contract import Serving, adapter
+from quantry.engines.contract.adapter import adapter
+from quantry.engines.contract.catalogue import engine as engine_facts
+from quantry.engines.contract.catalogue import usual
+from quantry.engines.contract.serving import Serving
 from quantry.errors import CheckpointError, OutputError, QuantryError
 from quantry.models.already_quantized import weights_of
 from quantry.models.attention import block_count, context_length
@@ -38,11 +40,6 @@ from quantry.types import Checkpoint, TensorInfo, Workload
 CARD, SENSITIVITY = ARTEFACT_FILE, "sensitivity.json"
 PAGE, PICTURE = "report.html", "report.png"
 CONTEXT = 4096  # tokens that memory is predicted for, if the model takes as many
-SERVED_BY = {"gguf": "llama.cpp", "bitsandbytes": "transformers"}  # all other formats: vLLM
-CACHES = {  # engine -> what its flag calls the cache of a recipe
-    "vllm": {"fp8": "fp8", "fp8-head": "fp8", "int8": "int8_per_token_head"},
-    "llama.cpp": {"int8": "q8_0"},
-}
 MAPPED = frozenset({"attention", "MLP", "experts", "recurrent", "embedding", "head"})
 ENDS = "ends"  # in maps: what is before the first block and after the last
 VISIBLE = 0.05  # of a device: a smaller model would be a hair beside its capacity
@@ -222,7 +219,7 @@ class _Sensitivity:
 def _engine(told: Mapping[str, Any], proof: Mapping[str, Any]) -> str:
     """The engine that it was proved in, or the usual one of its format."""
     served = _object(proof.get("served") or {}, SERVED)
-    return str(served.get("engine") or SERVED_BY.get(_text(told, "format"), "vllm"))
+    return str(served.get("engine") or usual(_text(told, "format"))[0])
 
 
 def _this_machine() -> Device:
@@ -264,19 +261,20 @@ def _command(folder: Path, checkpoint: Checkpoint, told: Mapping[str, Any], engi
     if known is None:
         return ""
     ggufs = sorted(name for name in checkpoint.files if name.endswith(".gguf"))
-    kv = CACHES.get(engine, {}).get(str(_recipe(told).get("kv")), "auto")
+    facts = engine_facts(engine)
+    kv = facts.kv_cache.recipes.get(str(_recipe(told).get("kv")), "auto")
     platform = device.platform
     name = folder.resolve().name
     asked = Serving(
         model=f"{name}/{ggufs[0]}" if ggufs else name,
         format=_text(told, "format"),
         engine=engine,
-        version=latest(engine),
+        version=facts.latest,
         platform=platform,
         context=_context(checkpoint),
         concurrency=1,
         kv=kv,
-        cache_gib=1 if platform == "cpu" and engine == "vllm" else None,
+        cache_gib=1 if platform == "cpu" and "cache_gib" in facts.plan.options else None,
         bits=known.scheme.weight.bits,
     )
     return shlex.join(adapter(engine).command(asked).shown())

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from quantry.devices import Device, Hardware
-from quantry.engines import latest
+from quantry.engines.contract import catalogue
+from quantry.engines.contract.catalogue import latest
 from quantry.errors import QuantryError
 from quantry.models.attention import block_count
 from quantry.models.experts import expert_count
@@ -18,13 +19,12 @@ from quantry.models.gguf import block_sizes
 from quantry.planning.feasibility import feasible
 from quantry.planning.memory import footprint as memory
 from quantry.planning.memory.footprint import Deployment, Settings
-from quantry.planning.rules import Facts, Use, caches, capability, engine_rows, is_spare, left_out, refusal, tier
+from quantry.planning.rules import Facts, Use, caches, capability, is_spare, left_out, refusal, tier
 from quantry.quantizing.recipe import Preset, Recipe, preset, presets
 from quantry.quantizing.tensor_plan import main_dtype
 from quantry.report.sizes import human
 from quantry.types import Checkpoint, Footprint, Verdict, Workload
 
-LAYERED = ("llama.cpp", "ollama")  # engines that give devices whole layers
 SMALLER_GROUPS = (64, 32)
 THROUGHPUT = ("high-throughput", "high-scale-api")  # uses that a smaller cache is always tried for
 
@@ -151,8 +151,8 @@ def planned_engines(request: Request) -> tuple[str, ...]:
     """The engine that was asked for, or all that are planned without."""
     if request.engine:
         return (request.engine,)
-    rows = engine_rows().items()
-    return tuple(name for name, row in rows if row.asked is None or request.use.name in row.uses)
+    known = catalogue.ranked()
+    return tuple(one.name for one in known if one.plan.asked is None or request.use.name in one.plan.uses)
 
 
 def planned_presets(request: Request) -> list[Preset]:
@@ -196,7 +196,7 @@ def _search(request: Request, chosen: Sequence[Preset], offload: bool) -> tuple[
 
 def _try(request: Request, chosen: Preset, engine: str, offload: bool) -> tuple[list[Candidate], list[Refused]]:
     """One preset in one engine."""
-    version, planned = latest(engine), engine_rows()[engine].formats
+    version, planned = latest(engine), catalogue.engine(engine).plan.formats
     if planned and not set(planned) & set(chosen.formats):
         return [], []
     recipe, verdict = _recipe(request, chosen, engine, version)
@@ -227,7 +227,8 @@ def least_bytes(request: Request, chosen: Preset) -> float:
 def _most_bytes(request: Request, engine: str, offload: bool) -> float:
     """What there is for weights at the very most."""
     there = request.hardware.usable if request.budget is None else min(request.budget, request.hardware.usable)
-    host = offload and engine in LAYERED and request.device.kind == "gpu" and request.budget is None
+    offloads = offload and catalogue.engine(engine).plan.whole_layers
+    host = offloads and request.device.kind == "gpu" and request.budget is None
     return there + (host_room(request) if host else 0)
 
 
@@ -293,7 +294,7 @@ def _fitting(
                 continue
             one = _candidate(request, recipe, engine, version, checked, kv, tensor, pipeline, replicas)
             (found if fits(one, request) else short).append(one)
-    if not found and offload and engine in LAYERED and request.device.kind == "gpu":
+    if not found and offload and catalogue.engine(engine).plan.whole_layers and request.device.kind == "gpu":
         found = [one for one in (_offloaded(request, one) for one in short) if one]
     if found:
         return found, []
@@ -306,7 +307,7 @@ def _fitting(
 def layouts(request: Request, engine: str) -> list[tuple[int, int, int]]:
     """Tensor parallel, pipeline parallel and copies: all ways to spread a model over the devices."""
     count = request.hardware.count
-    if engine in LAYERED:
+    if catalogue.engine(engine).plan.whole_layers:
         return [(1, size, 1) for size in _divisors(count)]
     many = request.workload.concurrency > 1
     return [(size, 1, count // size if many else 1) for size in _divisors(count)]
@@ -329,7 +330,8 @@ def _candidate(
 ) -> Candidate:
     """An option with its memory."""
     workload = replace(request.workload, concurrency=-(-request.workload.concurrency // replicas))
-    settings = Settings(sequences=workload.concurrency) if engine not in LAYERED else Settings()
+    layered = catalogue.engine(engine).plan.whole_layers
+    settings = Settings() if layered else Settings(sequences=workload.concurrency)
     deployment = Deployment(
         request.checkpoint, recipe, engine, request.device, version, kv, tensor, pipeline, None, settings, keep_odd=True
     )  # nothing odd is left: feasibility has refused it
@@ -362,7 +364,7 @@ def _fewer(request: Request, candidate: Candidate) -> Candidate:
 def _at_once(candidate: Candidate, many: int) -> Candidate:
     """The same with another number of sequences."""
     workload, deployment = replace(candidate.workload, concurrency=many), candidate.deployment
-    if candidate.engine not in LAYERED:
+    if not catalogue.engine(candidate.engine).plan.whole_layers:
         deployment = replace(deployment, settings=replace(deployment.settings, sequences=many))
     footprint = memory.footprint_of(deployment, workload)
     return replace(candidate, workload=workload, deployment=deployment, footprint=footprint)

@@ -6,12 +6,10 @@ What an engine is started with is the business of its own file in engines/, by i
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantry.engines import contract
+from quantry.engines.contract.adapter import adapter
+from quantry.engines.contract.catalogue import engine
+from quantry.engines.contract.serving import Serving
 from quantry.quantizing.recipe import CAST, Preset, presets
-
-GATED = ("llama.cpp", "vllm", "transformers")  # engines that `quantry verify` runs
-SHARES = ("llama.cpp", "ollama", "transformers")  # engines that spread layers over devices unasked
-COPIES = ("vllm", "deepspeed")  # engines that share requests among copies themselves; of others several are started
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +80,19 @@ def quantize(serving: Planned) -> list[str]:
 def verify(serving: Planned) -> list[str]:
     """`quantry verify` against the 16-bit model, in the engine where that can be asked."""
     words = ["quantry", "verify", serving.output, "--reference", serving.model, "--gate", serving.gate]
-    return [*words, "--engine", serving.engine] if serving.engine in GATED else words
+    return [*words, "--engine", serving.engine] if engine(serving.engine).verify else words
 
 
 def serve(serving: Planned) -> list[str]:
     """The engine's own command for its version, as one line."""
-    return contract.adapter(serving.engine).command(asked(serving)).shown()
+    return adapter(serving.engine).command(asked(serving)).shown()
 
 
-def asked(serving: Planned) -> contract.Serving:
-    """What the engine's file is asked for; memory, types and prefixes are told to vLLM alone, as planned for it."""
-    vllm = serving.engine == "vllm"
-    return contract.Serving(
+def asked(serving: Planned) -> Serving:
+    """What the engine's file is asked for; of memory, types and prefixes only what a plan sets for this engine."""
+    facts = engine(serving.engine).plan
+    cuts = not facts.spreads_unasked  # others share its layers out by themselves
+    return Serving(
         model=serving.gguf if serving.format == "gguf" else serving.output,
         format=serving.format,
         engine=serving.engine,
@@ -102,18 +101,13 @@ def asked(serving: Planned) -> contract.Serving:
         context=serving.context,
         concurrency=serving.concurrency,
         kv=serving.kv,
-        tensor_parallel=serving.tensor_parallel if _cuts(serving) else 1,
-        pipeline_parallel=serving.pipeline_parallel if _cuts(serving) else 1,
-        replicas=serving.replicas if serving.engine in COPIES else 1,
+        tensor_parallel=serving.tensor_parallel if cuts else 1,
+        pipeline_parallel=serving.pipeline_parallel if cuts else 1,
+        replicas=serving.replicas if facts.copies else 1,
         offload_layers=serving.offload_layers,
-        utilization=serving.utilization if vllm else None,
-        cache_gib=serving.cache_gib if vllm and serving.platform == "cpu" else None,
-        prefix_cache=True if vllm and serving.prefix_cache else None,
-        dtype=serving.dtype if vllm else None,
+        utilization=serving.utilization if "utilization" in facts.options else None,
+        cache_gib=serving.cache_gib if "cache_gib" in facts.options and serving.platform == "cpu" else None,
+        prefix_cache=True if "prefix_cache" in facts.options and serving.prefix_cache else None,
+        dtype=serving.dtype if "dtype" in facts.options else None,
         bits=serving.preset.scheme.weight.bits,
     )
-
-
-def _cuts(serving: Planned) -> bool:
-    """Whether the engine is told how many devices share a model; others share its layers out by themselves."""
-    return serving.engine not in SHARES

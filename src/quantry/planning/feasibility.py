@@ -29,8 +29,17 @@ from typing import Any, Literal
 
 from quantry import registry
 from quantry.devices import Device
-from quantry.engines import Conditions, Engine, Row, engines, flags, known_version, latest, removed
-from quantry.engines import engine as engine_of
+from quantry.engines.contract.catalogue import (
+    Capability,
+    Conditions,
+    Engine,
+    engines,
+    flags,
+    known_version,
+    latest,
+    removed,
+)
+from quantry.engines.contract.catalogue import engine as engine_of
 from quantry.errors import QuantryError
 from quantry.formats import spell
 from quantry.llamacpp import families
@@ -165,7 +174,7 @@ def _judge(found: Engine, version: str, device: Device, layers: Sequence[Facts])
     refused = next(_matches(found, "refusals", version, layers), None)
     if refused:
         return _verdict("refusal", None, *refused)
-    chosen: dict[str, tuple[Row, Facts]] = {}
+    chosen: dict[str, tuple[Capability, Facts]] = {}
     served: list[Facts] = []
     for facts in layers:
         kernel, missed = choose(found, version, facts)
@@ -181,7 +190,7 @@ def _judge(found: Engine, version: str, device: Device, layers: Sequence[Facts])
     return replace(verdict, reason="; ".join([verdict.reason, *notes]))
 
 
-def _matches(found: Engine, table: str, version: str, layers: Sequence[Facts]) -> Iterator[tuple[Row, Facts]]:
+def _matches(found: Engine, table: str, version: str, layers: Sequence[Facts]) -> Iterator[tuple[Capability, Facts]]:
     """Every row of a table that agrees with a layer, with the first such layer."""
     for row in _rows(found, table, version):
         facts = next((facts for facts in layers if agrees(row.when, facts, found.cases)), None)
@@ -189,13 +198,13 @@ def _matches(found: Engine, table: str, version: str, layers: Sequence[Facts]) -
             yield row, facts
 
 
-def _plainly(names: str, row: Row, facts: Facts) -> Verdict:
+def _plainly(names: str, row: Capability, facts: Facts) -> Verdict:
     return _verdict("kernel", names, replace(row, reason=row.reason or f"{{name}} takes {_scheme_words(facts)}"), facts)
 
 
-def choose(found: Engine, version: str, facts: Facts) -> tuple[Row | None, list[tuple[Row, list[str]]]]:
+def choose(found: Engine, version: str, facts: Facts) -> tuple[Capability | None, list[tuple[Capability, list[str]]]]:
     """The first kernel that takes a layer; and those that are for such layers, with the needs that it does not meet."""
-    missed: list[tuple[Row, list[str]]] = []
+    missed: list[tuple[Capability, list[str]]] = []
     for row in _rows(found, "kernels", version):
         if agrees(row.when, facts, found.cases):
             lacking = [name for name, wanted in row.needs.items() if not _agrees(name, wanted, facts, found.cases)]
@@ -237,20 +246,22 @@ def _compares(value: Any, how: str, limit: Any, facts: Facts) -> bool:
     return all(COMPARE[how](one, limit) for one in values)
 
 
-def _rows(found: Engine, table: str, version: str) -> Iterator[Row]:
+def _rows(found: Engine, table: str, version: str) -> Iterator[Capability]:
     """The rows of a table that hold in a version; those for every engine come first."""
     everywhere = _every() if table == "refusals" else ()
     return (row for row in (*everywhere, *getattr(found, table)) if row.holds_in(version))
 
 
-def _verdict(outcome: Literal["kernel", "fallback", "refusal"], kernel: str | None, row: Row, facts: Facts) -> Verdict:
+def _verdict(
+    outcome: Literal["kernel", "fallback", "refusal"], kernel: str | None, row: Capability, facts: Facts
+) -> Verdict:
     named = facts | {"name": row.name or ""}
     fix = _filled(row.fix, named) if row.fix else None
     return Verdict(outcome, kernel, _filled(row.reason, named), fix, f"{row.source} ({row.date})")
 
 
 def _no_kernel(
-    found: Engine, version: str, device: Device, facts: Facts, missed: list[tuple[Row, list[str]]]
+    found: Engine, version: str, device: Device, facts: Facts, missed: list[tuple[Capability, list[str]]]
 ) -> Verdict:
     """What the kernels for such a layer lack, those first that lack least."""
     place = f"{found.name} {version} on {device.name}"
@@ -610,9 +621,9 @@ def _falls_to(kind: str, columns: int) -> str | None:
 
 
 @cache
-def _every() -> tuple[Row, ...]:
+def _every() -> tuple[Capability, ...]:
     text = files("quantry.planning").joinpath("every.toml").read_text(encoding="utf-8")
-    return tuple(Row(**{**row, "date": str(row["date"])}) for row in tomllib.loads(text)["refusals"])
+    return tuple(Capability(**{**row, "date": str(row["date"])}) for row in tomllib.loads(text)["refusals"])
 
 
 def used_facts(conditions: Conditions) -> Iterable[str]:

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from quantry import devices
 from quantry.devices import Hardware
+from quantry.engines.contract import catalogue
 from quantry.errors import QuantryError
 from quantry.models.attention import context_length
 from quantry.planning.budget import LARGEST, Budget, Fit
-from quantry.planning.candidates import LAYERED
 from quantry.planning.feasibility import feasible
 from quantry.planning.memory.footprint import Deployment, Settings, footprint_of, room, weights_bytes
 from quantry.quantizing.recipe import Recipe
@@ -102,7 +102,7 @@ def _deployment(
 ) -> Deployment:
     """As the planner would start it: all devices share one copy, and an engine is told that one sequence comes."""
     hardware: Hardware = devices.hardware(fit.device)
-    layered = engine in LAYERED
+    layered = catalogue.engine(engine).plan.whole_layers
     tensor, pipeline = (1, hardware.count) if layered else (hardware.count, 1)
     settings = Settings() if layered else Settings(sequences=1)
     return Deployment(

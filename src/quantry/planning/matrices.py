@@ -14,8 +14,8 @@ from typing import Any
 from quantry import registry
 from quantry.devices import Device, Hardware
 from quantry.devices.catalogue import catalogue, parse
-from quantry.engines import engine as engine_data
-from quantry.engines import latest
+from quantry.engines.contract.catalogue import engine as engine_data
+from quantry.engines.contract.catalogue import engines, latest, ranked, usual
 from quantry.errors import QuantryError, UnknownNameError
 from quantry.planning.candidates import scheme_name
 from quantry.planning.feasibility import feasible
@@ -195,7 +195,8 @@ def _hardware(row: Mapping[str, Any], data: Mapping[str, Any]) -> Iterable[Cell]
 
 def _runs(column: str, device: Device) -> str:
     """Whether some engine runs a precision on a device."""
-    best = max(_outcome(engine, column, device) for engine in ("vllm", "llama.cpp", "tensorrt-llm"))
+    recommended = (engine.name for engine in ranked() if engine.plan.asked is None and engine.plan.points > 0)
+    best = max(_outcome(name, column, device) for name in recommended)
     native = column not in NATIVE or NATIVE[column] in device.tflops
     return WORDS[best if native else min(best, 1)]
 
@@ -294,8 +295,7 @@ def methods_matrix() -> Matrix:
 def _method(row: Mapping[str, Any], data: Mapping[str, Any]) -> Iterable[Cell]:
     recipe = _recipe(*row["recipe"])
     device = parse("cpu").device
-    engines = ("vllm", "llama.cpp", "transformers")
-    on_cpu = max(RANK[feasible(_model(), recipe, engine, None, device).outcome] for engine in engines) > 0
+    on_cpu = max(RANK[feasible(_model(), recipe, engine, None, device).outcome] for engine in engines()) > 0
     answers = (
         _bits(recipe),
         _class(recipe),
@@ -325,8 +325,8 @@ def _faster(recipe: Recipe) -> str:
     if recipe.preset.scheme.weight.is_cast:
         return "1"
     gguf = recipe.format == "gguf"
-    engine, hardware = ("llama.cpp", parse("x86 server DDR5")) if gguf else ("vllm", parse("H100 SXM"))
-    plain = _recipe("gguf-bf16" if gguf else "bf16")
+    plain, hardware = _recipe("gguf-bf16" if gguf else "bf16"), parse("x86 server DDR5" if gguf else "H100 SXM")
+    engine = usual(plain.format)[0]
     ratios = [_pace(recipe, engine, hardware, many) / _pace(plain, engine, hardware, many) for many in (1, 64)]
     return " / ".join(f"{ratio:.2f}" for ratio in ratios)
 
@@ -348,14 +348,14 @@ def formats_matrix() -> Matrix:
 def _format(chosen: Preset) -> Sequence[str]:
     recipe = Recipe(chosen, chosen.formats[0])
     device = parse("H100 SXM").device
-    engines = [
+    loading = [
         f"{name} ({form})" if len(chosen.formats) > 1 else name
-        for name in ("vllm", "llama.cpp", "transformers", "tensorrt-llm", "tgi", "onnxruntime", "ollama")
+        for name in (engine.name for engine in ranked())
         for form in chosen.formats
         if feasible(_model(), Recipe(chosen, form), name, latest(name), device).outcome == "kernel"
     ]
     planned = left_out(chosen) or "yes"
-    return ", ".join(chosen.formats), _bits(recipe), _class(recipe), ", ".join(engines) or "none", planned
+    return ", ".join(chosen.formats), _bits(recipe), _class(recipe), ", ".join(loading) or "none", planned
 
 
 @cache

@@ -15,7 +15,7 @@ from typing import Any
 from quantry import devices
 from quantry.devices import Device, Hardware
 from quantry.devices.catalogue import catalogue
-from quantry.engines import engine as engine_data
+from quantry.engines.contract.catalogue import engine as engine_data
 from quantry.errors import QuantryError
 from quantry.formats.gguf import NAME as GGUF
 from quantry.models.already_quantized import check_sixteen_bit
@@ -32,7 +32,7 @@ from quantry.planning.candidates import (
 from quantry.planning.commands import Planned, commands
 from quantry.planning.memory import footprint as memory
 from quantry.planning.models import find_model, from_config, known_models, open_model
-from quantry.planning.rules import Facts, Quality, capability, engine_rows, find_use, judge, quality
+from quantry.planning.rules import Facts, Quality, capability, find_use, judge, quality
 from quantry.planning.speed import throughput
 from quantry.planning.speed.throughput import Prediction
 from quantry.quantizing.containers import gguf_file
@@ -288,7 +288,7 @@ def _ranked(request: Request, found: Sequence[tuple[Candidate, Prediction]]) -> 
 def _advice(request: Request, scored: "_Scored") -> tuple[str, bool] | None:
     """Whether 4-bit weights pay at this many sequences, for options that have them."""
     one = scored.candidate
-    if scored.facts["scheme"] != "w4a16" or one.engine != "vllm":
+    if scored.facts["scheme"] != "w4a16" or not engine_data(one.engine).plan.break_even:
         return None
     found = throughput.break_even(
         request.checkpoint, one.recipe, one.engine, request.hardware, one.workload, one.workload.concurrency,
@@ -336,7 +336,7 @@ class _Scored:
             "quality": use.quality * self.quality.points,
             "speed": use.speed * max(0.0, 10 + HALVING * log2(self.pace)),
             "room": use.room * 10 * min(1.0, free / AMPLE),
-            "engine": engine_rows()[one.engine].points,
+            "engine": engine_data(one.engine).plan.points,
             "rules": judge(self.facts).points,
         }
         return {name: round(value, 2) for name, value in parts.items()}
@@ -661,4 +661,4 @@ def _fit(request: Request, hardware: Hardware) -> tuple[str, str, int] | None:
 def _rough_points(request: Request, candidate: Candidate) -> float:
     """Points without speed."""
     facts = {**request.facts, **candidate.facts, "sixteen_fits": False}
-    return quality(facts).points + engine_rows()[candidate.engine].points + judge(facts).points
+    return quality(facts).points + engine_data(candidate.engine).plan.points + judge(facts).points

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from quantry import registry
 from quantry.devices import Device
-from quantry.engines import Conditions
+from quantry.engines.contract import catalogue
+from quantry.engines.contract.catalogue import Conditions
 from quantry.errors import UnknownNameError
 from quantry.planning.feasibility import agrees
 from quantry.quantizing.recipe import Preset
@@ -58,18 +59,6 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineRow:
-    """How an engine stands in the decision; with `asked` it is planned only when it is named."""
-
-    points: float
-    why: str
-    source: str
-    asked: str | None = None
-    uses: tuple[str, ...] = ()  # that it is planned for without being named
-    formats: tuple[str, ...] = ()  # the formats it is planned with; all that it loads, if none is listed
-
-
-@dataclass(frozen=True, slots=True)
 class Quality:
     """What is expected of a scheme before anything was measured."""
 
@@ -108,13 +97,6 @@ def rules() -> tuple[Rule, ...]:
     return _rules()
 
 
-@cache
-def engine_rows() -> dict[str, EngineRow]:
-    lists = ("uses", "formats")
-    rows = _data()["engines"].items()
-    return {name: EngineRow(**{**row, **{key: tuple(row.get(key, ())) for key in lists}}) for name, row in rows}
-
-
 def tier(device: Device) -> str:
     """The kind of hardware that a device is."""
     if device.kind == "cpu" and not _named(device, "edge"):
@@ -146,8 +128,7 @@ def is_spare(preset: Preset, facts: Facts) -> bool:
 
 def caches(engine: str, facts: Facts) -> tuple[str, ...]:
     """The smaller cache types that are planned for an engine there."""
-    rows = (row for row in _data()["caches"] if engine in row["engines"])
-    return tuple(row["kv"] for row in rows if agrees(row.get("when", {}), facts, {}))
+    return tuple(row.kv for row in catalogue.engine(engine).plan.caches if agrees(row.when, facts, {}))
 
 
 def quality(facts: Facts) -> Quality:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from quantry.blockwise import walk
+from quantry.engines.contract.catalogue import verifying
 from quantry.errors import QuantryError
 from quantry.llamacpp.model import Model
 from quantry.proof import served
@@ -99,7 +100,7 @@ def decoded(source: ModelSource, device: str) -> Iterator[Answers]:
 @contextmanager
 def in_engine(source: ModelSource, engine: str, python: Path | None, device: str) -> Iterator[Answers]:
     """A model in the engine that serves it. vLLM and transformers only write; what is scored is the decoded model."""
-    if engine == "llama.cpp":
+    if verifying()[engine].embedded:
         longest = source.config.get("max_position_embeddings") or CONTEXT
         with Model(gguf_file(source.path), context=min(CONTEXT, longest)) as model:
             yield LlamaAnswers(model)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quantry.devices.catalogue import parse
+from quantry.engines.contract.catalogue import verifying
 from quantry.errors import CheckpointError, QuantryError, UnknownNameError
 from quantry.models.reader import open_checkpoint
 from quantry.planning.memory.footprint import footprint
@@ -34,7 +35,6 @@ from quantry.registry import suggest
 from quantry.storage import ARTEFACT_FILE
 from quantry.types import Progress, Proof, Workload
 
-ENGINES = ("llama.cpp", "vllm", "transformers")
 FIGURES = ("kl", "kl_median", "kl_p99", "top1", "perplexity")
 GATED = ("kl", "top1", "perplexity_ratio")
 REFUSED = ("finished", "vocabulary")  # without them there is nothing to measure
@@ -127,13 +127,15 @@ def _looked(reference: str | Path, artefact: str | Path, content: str) -> tuple[
 
 
 def _engine(name: str | None, artefact: ModelSource) -> str | None:
-    """The engine to measure in: the one asked for, or llama.cpp, which is always there, for its own files."""
+    """The engine to measure in: the one asked for, or the embedded one, which is always there, for its own files."""
+    known = verifying()
     if name is None:
-        return "llama.cpp" if artefact.format == "gguf" else None
-    if name not in ENGINES:
-        raise UnknownNameError(f"unknown engine {name!r}", fix=suggest(name, ENGINES))
-    if (name == "llama.cpp") != (artefact.format == "gguf"):
-        wanted = "a GGUF file" if name == "llama.cpp" else "a folder of safetensors"
+        embedded = (name for name, facts in known.items() if facts.embedded)
+        return next(embedded, None) if artefact.format == "gguf" else None
+    if name not in known:
+        raise UnknownNameError(f"unknown engine {name!r}", fix=suggest(name, tuple(known)))
+    if known[name].embedded != (artefact.format == "gguf"):
+        wanted = "a GGUF file" if known[name].embedded else "a folder of safetensors"
         raise QuantryError(f"{name} is measured on {wanted}, not on {artefact.path.name}", fix="leave --engine out")
     return name
 
@@ -198,7 +200,7 @@ def _memory(
                 device=parse("cpu").device,
             )  # fmt: skip
             predicted = {"weights": found.weights}
-            if engine == "llama.cpp":  # others take as much for a cache as they are given
+            if verifying()[engine].embedded:  # others take as much for a cache as they are given
                 predicted |= {"kv_cache": found.kv_cache, "compute": found.activations}
         except QuantryError:  # a shape the plan does not know is still measured
             predicted = {}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from quantry.engines.contract import HERE, Command, Step
+from quantry.engines.contract.command import HERE, Command, Step
 from quantry.errors import QuantryError
 
 RUNTIMES = ("docker", "podman")

@@ -22,7 +22,9 @@ from threading import Event, Thread
 from types import FrameType, TracebackType
 from typing import BinaryIO, Self, TextIO
 
-from quantry.engines.contract import HERE, Command, Facts, Step, adapter
+from quantry.engines.contract.adapter import adapter
+from quantry.engines.contract.boot_log import Facts
+from quantry.engines.contract.command import HERE, Command, Step
 from quantry.errors import QuantryError
 from quantry.storage import VARIABLE, home
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from quantry import registry
 from quantry.devices import hardware
+from quantry.engines.contract.catalogue import usual
 from quantry.errors import RecipeError
 from quantry.formats.gguf import NAME as GGUF
 from quantry.jobs.auto.choices import FORMATS, FP8, KEEP
@@ -25,7 +26,6 @@ from quantry.quantizing import recipe as recipes
 from quantry.quantizing.recipe import Recipe
 from quantry.types import Anatomy, Checkpoint, Progress
 
-ENGINES = {GGUF: "llama.cpp", "compressed-tensors": "vllm"}  # that a device is shared with
 UNROUNDED = {GGUF: "gguf-bf16", "compressed-tensors": "bf16"}
 ROUNDS = 16  # headers and padding differ from mixture to mixture: a few are enough
 Size = Callable[[Recipe], tuple[int, int]]  # bytes of the files, and of their tensors
@@ -145,7 +145,7 @@ class _Mixer:
             return self._recipe(solve(self._items, budget.bytes, at_most=True), budget.words)
 
         first = make(Budget((smallest + largest) // 2, ""))
-        budget, made = settled(fit, checkpoint, ENGINES[self._found.format], first, make)
+        budget, made = settled(fit, checkpoint, usual(self._found.format)[0], first, make)
         return made, solve(self._items, budget.bytes, at_most=True)
 
     def _roomy(self, words: str) -> RecipeError:
@@ -183,7 +183,7 @@ class _Mixer:
 
 def _refused(found: Sensitivity, checkpoint: Checkpoint, place: str) -> set[str]:
     """The ways to store a layer that the format's engine does not load on a device."""
-    device, engine = hardware(place).device, ENGINES[found.format]
+    device, engine = hardware(place).device, usual(found.format)[0]
     names = {one.name for layer in found.layers for one in layer.candidates if one.rule != KEEP}
     mixer = _Mixer(found, "nearest", None, None)
     refused = {

@@ -1,6 +1,6 @@
 """What an engine counts itself, read from its Prometheus page before, during and after a load.
 
-Which names hold a figure is known to the engine's own file (`METRICS` in engines/*.py); which engine it is shows in the
+Which names hold a figure is in the engine's facts (`metrics` in engines/*.toml); which engine it is shows in the
 names of the page. Rates are what counters grew by; the filling of the KV cache is a gauge that is empty again when the
 load is over, so that it is looked at all the while and its peak is kept.
 """
@@ -15,8 +15,7 @@ from typing import Self
 
 import httpx
 
-from quantry.engines import engines
-from quantry.engines.contract import Measure, Metrics, adapter
+from quantry.engines.contract.catalogue import Measure, Metrics, engines
 
 EVERY = 0.5  # seconds between two looks at the page
 ANSWER = 5.0  # seconds for the page to come
@@ -54,7 +53,7 @@ def parse(text: str) -> dict[str, float]:
 def which(page: Page) -> str | None:
     """The engine whose figures a page has."""
     for name in engines():
-        told = adapter(name).METRICS
+        told = engines()[name].metrics
         if told and any(part in page for measure in _measures(told) for part in (*measure.over, *measure.under)):
             return name
     return None
@@ -74,7 +73,7 @@ class Watch:
         self._path = "/metrics"
 
     def __enter__(self) -> Self:
-        for path in dict.fromkeys(told.path for name in engines() if (told := adapter(name).METRICS)):
+        for path in dict.fromkeys(told.path for name in engines() if (told := engines()[name].metrics)):
             if engine := which(page := self._read(path)):
                 self._engine, self._path, self._before = engine, path, page
                 break
@@ -94,7 +93,7 @@ class Watch:
 
     def figures(self) -> Figures | None:
         """What happened between the two pages; None where the server has no page that is known."""
-        told = adapter(self._engine).METRICS if self._engine else None
+        told = engines()[self._engine].metrics if self._engine else None
         if not self._engine or not told:
             return None
         return Figures(self._engine, *(self._figure(getattr(told, name)) for name in FIGURES))

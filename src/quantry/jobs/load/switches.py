@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quantry.engines.contract import catalogue
 from quantry.errors import QuantryError, UnknownNameError
 from quantry.registry import suggest
 
@@ -17,16 +18,6 @@ KV, PREFIX, PARALLEL, CHUNKED, LOOKUP, DRAFT, ARTEFACT = (
 )  # fmt: skip
 NAMES = (KV, PREFIX, PARALLEL, CHUNKED, LOOKUP, DRAFT)
 SPECULATION = (LOOKUP, DRAFT)  # two ways to do one thing
-TYPES = {"llama.cpp": ("q8_0", "q4_0"), "vllm": ("fp8",), "tensorrt-llm": ("fp8",)}  # of the KV cache, beside its own
-ENGINES = {  # that have a switch which can be set both ways
-    KV: tuple(TYPES),
-    PREFIX: ("llama.cpp", "vllm"),
-    PARALLEL: ("llama.cpp", "vllm", "tensorrt-llm", "tgi"),
-    CHUNKED: ("vllm",),  # llama.cpp always reads prompts in pieces
-    LOOKUP: ("llama.cpp", "vllm"),
-    DRAFT: ("llama.cpp", "vllm"),
-}
-SLOTS = {"llama.cpp": 4}  # sequences at once that an engine has by itself, where these are few
 VALUED = (KV, PARALLEL)  # the others are on or off
 FLAGS = {"prefix_cache": "--no-prefix-cache", "chunked_prefill": "--no-chunked-prefill"}  # when they are off
 
@@ -66,7 +57,7 @@ def changes(
     asked = [_piece(word, engine) for word in words] if words is not None else _usual(engine, shared, draft)
     if words is not None and (DRAFT, None) in asked and draft is None:
         raise QuantryError("the switch draft needs a draft model", fix="name one with --draft")
-    slots = parallel or SLOTS.get(engine)
+    slots = parallel or catalogue.engine(engine).server.slots
     found = [
         change
         for name, value in asked
@@ -74,8 +65,9 @@ def changes(
     ]
     found += [Change(ARTEFACT, Path(other).name, model=str(other)) for other in others]
     if not found:
+        tunable = ", ".join(known.name for known in catalogue.ranked() if known.switches)
         raise QuantryError(
-            f"there is nothing to try on {engine}", fix=f"give other artefacts, or an engine of: {', '.join(TYPES)}"
+            f"there is nothing to try on {engine}", fix=f"give other artefacts, or an engine of: {tunable}"
         )
     return sorted(_distinct(found), key=_order)
 
@@ -98,8 +90,8 @@ def _piece(word: str, engine: str) -> tuple[str, str | None]:
     name, _, value = word.strip().partition("=")
     if name not in NAMES:
         raise UnknownNameError(f"unknown switch {name!r}", fix=suggest(name, NAMES))
-    if engine not in ENGINES[name]:
-        known = [one for one in NAMES if engine in ENGINES[one]]
+    known = catalogue.engine(engine).switches
+    if name not in known:
         raise QuantryError(
             f"{engine} has no switch {name} that can be set", fix=f"leave it out (it has {', '.join(known) or 'none'})"
         )
@@ -113,14 +105,14 @@ def _piece(word: str, engine: str) -> tuple[str, str | None]:
 
 
 def _usual(engine: str, shared: bool, draft: str | Path | None) -> list[tuple[str, str | None]]:
-    there = [name for name in NAMES if engine in ENGINES[name]]
+    known = catalogue.engine(engine).switches
     without = {*(() if shared else (PREFIX,)), *(() if draft else (DRAFT,))}
-    return [(name, None) for name in there if name not in without]
+    return [(name, None) for name in NAMES if name in known and name not in without]
 
 
 def _all(name: str, engine: str, concurrency: int, slots: int | None, draft: str | Path | None) -> list[Change]:
     if name == KV:
-        values = list(TYPES[engine])
+        values = list(catalogue.engine(engine).kv_cache.tuned)
     elif name == PARALLEL:
         values = [str(one) for one in sorted({concurrency, max(1, concurrency // 2)}) if one != slots]
     else:

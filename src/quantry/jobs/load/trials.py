@@ -12,7 +12,7 @@ from quantry.jobs.load.bench import bench
 from quantry.jobs.load.choice import DEFAULT, ArtefactProof, Recommendation, Trial
 from quantry.jobs.load.guidellm_process import GuidellmProcess
 from quantry.jobs.load.switches import Change, serve_words
-from quantry.serving import serve
+from quantry.serving.prepare import serve
 from quantry.storage import ARTEFACT_FILE
 from quantry.types import Progress
 

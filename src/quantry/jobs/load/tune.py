@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from quantry import __version__
+from quantry.engines.contract.catalogue import engine as engine_facts
 from quantry.errors import OutputError, QuantryError
 from quantry.jobs.load import choice, guidellm_process, prompts
 from quantry.jobs.load.bench import check_output
 from quantry.jobs.load.choice import ArtefactProof, Recommendation, Trial
 from quantry.jobs.load.scenario import Lengths
 from quantry.jobs.load.slo import check_limits
-from quantry.jobs.load.switches import SLOTS, SPECULATION, changes
+from quantry.jobs.load.switches import SPECULATION, changes
 from quantry.jobs.load.trials import TrialRunner, read_proof, run_trials
 from quantry.models.writer import write_atomically
-from quantry.serving import Options, Prepared, prepare
+from quantry.serving.options import Options
+from quantry.serving.prepare import ServerPlan, prepare
 from quantry.types import Progress
 
 CONCURRENCY = 4
@@ -130,7 +132,9 @@ def _is_local(name: str | Path | None) -> bool:
     return name is None or Path(name).expanduser().exists()
 
 
-def _check_context(prompt: Lengths, answer: Lengths, shared_prefix: int, prepared: Prepared, concurrency: int) -> None:
+def _check_context(
+    prompt: Lengths, answer: Lengths, shared_prefix: int, prepared: ServerPlan, concurrency: int
+) -> None:
     """Raises QuantryError if a request does not fit the context; llama.cpp's default slots share one context."""
     served = prepared.serving
     needed = shared_prefix + (prompt.max or prompt.mean) + (answer.max or answer.mean)
@@ -141,7 +145,7 @@ def _check_context(prompt: Lengths, answer: Lengths, shared_prefix: int, prepare
             f"prompt and answer have {needed} tokens, and a sequence may have {served.context}",
             fix="ask for a larger --context, or measure shorter ones",
         )
-    together = min(concurrency, SLOTS.get(served.engine, 0)) if served.concurrency is None else 0
+    together = min(concurrency, engine_facts(served.engine).server.slots or 0) if served.concurrency is None else 0
     if together * needed > served.context:
         raise QuantryError(
             f"{together} sequences of {needed} tokens share a context of {served.context}",
@@ -171,7 +175,7 @@ def _notes(runner: TrialRunner, proof: ArtefactProof, recommendation: Recommenda
     return notes
 
 
-def _tuned(runner: TrialRunner, prepared: Prepared, runs: Sequence[Trial], recommendation: Recommendation) -> Tuned:
+def _tuned(runner: TrialRunner, prepared: ServerPlan, runs: Sequence[Trial], recommendation: Recommendation) -> Tuned:
     chosen = next((trial for trial in recommendation.trials if trial.name == recommendation.chosen), None)
     proof = read_proof(runner.artefact)
     return Tuned(

@@ -4,17 +4,17 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from quantry.engines.contract import adapter
+from quantry.engines.contract.catalogue import engine
+from quantry.engines.contract.serving import HOST
 from quantry.errors import QuantryError
 from quantry.jobs.run.decision import Job
-from quantry.planning.commands import SHARES
 from quantry.planning.plan import Option
-from quantry.serving import HOST, Options, Prepared, choose
 from quantry.serving.client import Answer, Server
+from quantry.serving.options import Options
+from quantry.serving.prepare import ServerPlan
 from quantry.serving.process import Running, check_port, free_port
 
 ANSWER = 64  # tokens of the first answer at most, and of the text that the pace is measured on
-PACED = ("llama.cpp", "vllm")  # engines that go on past the end of an answer if they are asked to
 ALL_LAYERS = 999  # what a plan says for all of them
 
 
@@ -27,7 +27,8 @@ def server_options(job: Job) -> Options:
     if job.asked.gpu:
         return first
     on_gpu = job.installed.platform != "cpu"
-    cuts = option.engine not in SHARES and on_gpu
+    planned = engine(option.engine).plan
+    cuts = on_gpu and not planned.spreads_unasked
     layers, dtype = (_flag(option, name) for name in ("--n-gpu-layers", "--dtype"))
     return replace(
         first,
@@ -38,9 +39,9 @@ def server_options(job: Job) -> Options:
         pipeline_parallel=layout["pipeline_parallel"] if cuts else 1,
         offload_layers=int(layers) if layers and on_gpu and int(layers) < ALL_LAYERS else None,
         cache_gib=max(1, -(-option.memory["kv_cache"] // (1 << 30)))
-        if option.engine == "vllm" and not on_gpu
+        if "cache_gib" in planned.options and not on_gpu
         else None,
-        dtype=dtype if option.engine == "vllm" else None,
+        dtype=dtype if "dtype" in planned.options else None,
     )
 
 
@@ -48,7 +49,7 @@ def port_of(job: Job) -> int:
     """The one that was asked for, the engine's usual one, or one that is free where that is taken."""
     if job.asked.port is not None:
         return job.asked.port or free_port(HOST)
-    usual = adapter(job.option.engine).PORT
+    usual = engine(job.option.engine).server.port
     try:
         check_port(HOST, usual)
     except QuantryError:
@@ -62,7 +63,7 @@ def _flag(option: Option, name: str) -> str | None:
     return words[words.index(name) + 1] if name in words[:-1] else None
 
 
-def first_answer(running: Running, prepared: Prepared, question: str) -> tuple[Answer, float | None]:
+def first_answer(running: Running, prepared: ServerPlan, question: str) -> tuple[Answer, float | None]:
     """Through the API: as a chat if the model has a template for one, else as a text to go on with; and the pace.
 
     A short answer is over before its pace can be told, so where the engine can it is measured on one that does not end.
@@ -73,15 +74,15 @@ def first_answer(running: Running, prepared: Prepared, question: str) -> tuple[A
     with Server(running.url, model=running.model) as server:
         chat = [{"role": "user", "content": question}]
         answer = (server.chat(chat, **how) if chats else server.complete(question, **how)).whole()
-        if running.engine not in PACED:
+        if not engine(running.engine).server.ignores_end:
             return answer, answer.tokens_per_s
         return answer, server.complete(question, **how, ignore_eos=True).whole().tokens_per_s
 
 
-def measured_memory(running: Running, prepared: Prepared) -> dict[str, int]:
+def measured_memory(running: Running, prepared: ServerPlan) -> dict[str, int]:
     """What the engine says that it took, and of one that computes in its own process all that the process holds."""
     facts = running.facts()
-    alone = running.engine == choose.LLAMA and prepared.serving.platform == "cpu"
+    alone = engine(running.engine).server.single_process and prepared.serving.platform == "cpu"
     found = {
         "weights": facts.weights_bytes,
         "kv_cache": facts.kv_cache_bytes,

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from quantry.devices.detect import detect
+from quantry.engines.contract.catalogue import engine, usual
+from quantry.engines.contract.serving import HOST
 from quantry.errors import QuantryError
 from quantry.jobs.auto.choices import FORMATS as MIXED
 from quantry.jobs.run.files import CARD, check_place, plain_name, read_object
@@ -18,12 +20,11 @@ from quantry.planning.rules import find_use
 from quantry.proof.text import default_text, read_text
 from quantry.quantizing.recipe import AUTO, presets
 from quantry.report.sizes import human
-from quantry.serving import HOST, choose
 from quantry.serving.process import check_port
+from quantry.serving.select import Installed, find_engine
 
 LENGTH = 512  # tokens of a window that is measured
-_Choice = tuple[Option, "choose.Installed | None", tuple[str, ...], Sequence[Option]]
-ELSEWHERE = ("vllm", "transformers")  # engines of `verify` that may be installed for another python
+_Choice = tuple[Option, "Installed | None", tuple[str, ...], Sequence[Option]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Job:
     asked: Asked
     plan: Plan
     option: Option
-    installed: "choose.Installed | None"  # None: the engine is for another machine
+    installed: "Installed | None"  # None: the engine is for another machine
     device: str
     text: str  # its digest
     notes: tuple[str, ...]
@@ -61,11 +62,9 @@ class Job:
     @property
     def measured_in(self) -> str | None:
         """The engine that verify is told; it finds llama.cpp for GGUF by itself."""
-        from quantry.proof.verify import ENGINES
-
-        name = self.option.engine
-        gguf = self.option.format == "gguf"
-        return name if self.installed and name in ENGINES and (name == "llama.cpp") == gguf else None
+        facts = engine(self.option.engine).verify
+        fits = facts is not None and facts.embedded == (self.option.format == "gguf")
+        return self.option.engine if self.installed and fits else None
 
     @property
     def making(self) -> dict[str, Any]:
@@ -79,9 +78,11 @@ class Job:
     @property
     def measuring(self) -> dict[str, Any]:
         """The options of verify."""
-        python = self.asked.engine_python if self.measured_in in ELSEWHERE else None
+        name = self.measured_in
+        facts = engine(name).verify if name else None
+        python = self.asked.engine_python if facts and not facts.embedded else None
         how = {"gate": self.gate, "windows": self.asked.windows, "length": LENGTH, "device": self.device}
-        return {**how, "engine": self.measured_in, "engine_python": python, "text": self.asked.text}
+        return {**how, "engine": name, "engine_python": python, "text": self.asked.text}
 
     @property
     def made(self) -> bool:
@@ -171,7 +172,7 @@ def _chosen(model: str, asked: Asked, found: Plan) -> _Choice:
 
 def _on_llama(model: str, asked: Asked, best: Option, missing: Mapping[str, QuantryError]) -> _Choice:
     """The best option for llama.cpp, which comes with Quantry, where it is not among the best of all."""
-    found = plan(model, use=asked.use, context=asked.context, engine=choose.LLAMA)
+    found = plan(model, use=asked.use, context=asked.context, engine=usual("gguf")[0])
     if not found.options:
         raise next(iter(missing.values()))
     option = found.options[0]
@@ -195,9 +196,9 @@ def _instead(option: Option, best: Option, missing: Mapping[str, QuantryError]) 
     return (f"{best.preset} in {best.engine} would be the best, but {missing[best.engine]}",)
 
 
-def _installed(engine: str, asked: Asked) -> "choose.Installed":
+def _installed(engine: str, asked: Asked) -> "Installed":
     python = Path(asked.engine_python).expanduser() if asked.engine_python else None
-    return choose.find_engine(engine, detect(0), python)
+    return find_engine(engine, detect(0), python)
 
 
 def _nothing(model: str, asked: Asked, found: Plan) -> QuantryError:

@@ -19,9 +19,9 @@ from quantry.models.identity import identity
 from quantry.models.reader import local_folder, open_checkpoint
 from quantry.models.writer import write_atomically
 from quantry.report.sizes import human
-from quantry.serving import Prepared, begin, prepare
 from quantry.serving.client import Answer
-from quantry.serving.process import Running
+from quantry.serving.prepare import ServerPlan, prepare
+from quantry.serving.process import Running, start
 from quantry.types import Progress
 
 Showing = Callable[[str], AbstractContextManager[Progress | None]]  # of a step by its name
@@ -37,7 +37,7 @@ class Doing:
         self._kept: dict[str, Any] = read_object(job.out / NOTE) if (job.out / NOTE).is_file() else {}
         self._jobs: dict[str, Any] = self._kept.get("jobs") or {}
         self._card: dict[str, Any] = {}
-        self._prepared: Prepared | None = None
+        self._prepared: ServerPlan | None = None
         self._running: Running | None = None
         self._answer: Answer | None = None
         self._pace: float | None = None
@@ -117,7 +117,7 @@ class Doing:
         """Starts the engine and waits until it answers."""
         begun = perf_counter()
         self._prepared = prepare(self.job.folder, server_options(self.job))
-        self._running = begin(self._prepared, log=self.job.out / LOG)
+        self._running = start(self._prepared.launch, log=self.job.out / LOG)
         words = f"{self._running.engine} at {self._running.url}/v1, model {self._running.model}"
         self._step(Step("serve", words, str(self._running.log), seconds=perf_counter() - begun))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quantry import __version__
+from quantry.engines.contract.catalogue import verifying
 from quantry.errors import QuantryError, RecipeError, UnknownNameError
 from quantry.formats.gguf import NAME as GGUF
 from quantry.jobs.quantize import CALIBRATED
@@ -23,7 +24,6 @@ from quantry.proof import gate as gates
 from quantry.proof.sources import open_source, tokenizer
 from quantry.proof.text import default_text, read_text
 from quantry.proof.text import windows as cut
-from quantry.proof.verify import ENGINES
 from quantry.quantizing.calibration.per_block import SEED
 from quantry.quantizing.calibration.text import LENGTH, SAMPLES, load
 from quantry.registry import suggest
@@ -44,7 +44,8 @@ class Measured:
 
     def engine_for(self, form: str) -> str | None:
         """The engine to ask for: llama.cpp has GGUF files to itself, and needs no word for them."""
-        return self.engine if self.engine and (self.engine == "llama.cpp") == (form == GGUF) else None
+        facts = verifying()[self.engine] if self.engine else None
+        return self.engine if facts and facts.embedded == (form == GGUF) else None
 
     def options(self, form: str) -> dict[str, Any]:
         chosen = self.engine_for(form)
@@ -53,8 +54,8 @@ class Measured:
     def check(self, formats: set[str]) -> None:
         gates.check_use(self.gate)
         name, python = self.engine, self.engine_python
-        if name is not None and name not in ENGINES:
-            raise UnknownNameError(f"unknown engine {name!r}", fix=suggest(name, ENGINES))
+        if name is not None and name not in verifying():
+            raise UnknownNameError(f"unknown engine {name!r}", fix=suggest(name, tuple(verifying())))
         if name and not any(self.engine_for(form) for form in formats):
             raise QuantryError(f"--engine {name} has no use: it serves none of these formats", fix="leave --engine out")
         if python is not None and (name is None or not Path(python).expanduser().is_file()):

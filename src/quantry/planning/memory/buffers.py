@@ -170,7 +170,7 @@ def _overhead(terms: EngineTerms, load: Sequences, settings: Settings, place: Pl
     if place.devices > 1:
         found["overhead: links between devices"] = link_bytes(place.device)
     counted = terms.graphs_counted == "both" or terms.graphs_counted == runner(terms, sizes)
-    if settings.graphs and place.device.kind != "cpu" and terms.graph_layer_mib and (counted or terms.name != "vllm"):
+    if settings.graphs and place.device.kind != "cpu" and terms.graph_layer_mib and counted:
         found["overhead: CUDA graphs"] = graph_bytes(terms, load.slots, place.layers)
     return found
 

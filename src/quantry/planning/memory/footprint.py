@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from quantry.devices import Device
+from quantry.engines.contract.catalogue import engine as engine_facts
 from quantry.errors import QuantryError
 from quantry.models.attention import block_count, context_length, text_config
 from quantry.models.parts import TOWERS
@@ -90,6 +91,11 @@ class Deployment:
     @property
     def terms(self) -> EngineTerms:
         return terms(self.engine, self.version, self.device)
+
+    @property
+    def whole_layers(self) -> bool:
+        """True where each device gets whole layers, and none is cut."""
+        return engine_facts(self.engine).plan.whole_layers
 
 
 def weights_bytes(checkpoint: Checkpoint, recipe: Recipe | None, keep_odd: bool = False) -> int:
@@ -294,18 +300,18 @@ def _rotated(kind: CacheType, layers: Sequence[Layer | None]) -> int:
 def _places(deployment: Deployment, blocks: int) -> Iterator[tuple[Place, range, bool, bool]]:
     """Each kind of device: where it stands, its blocks, and whether it has the embedding and the head."""
     tensor, stages, device = deployment.tensor_parallel, deployment.pipeline_parallel, deployment.device
-    if deployment.terms.pipeline != "layers":
+    if not deployment.whole_layers:
         check_heads(deployment.checkpoint.config, tensor)
     if type(stages) is not int or not 1 <= stages <= blocks:
         raise QuantryError(f"{stages} pipeline stages for {blocks} layers", fix=f"use 1 to {blocks}")
-    if deployment.offload_layers is not None and deployment.terms.pipeline != "layers":
+    if deployment.offload_layers is not None and not deployment.whole_layers:
         raise QuantryError(f"{deployment.engine} does not offload single layers", fix="use llama.cpp")
     if deployment.offload_layers and device.kind == "cpu":
         raise QuantryError(f"{device.name} has no GPU to offload layers to", fix="leave --offload-layers out")
-    if deployment.terms.pipeline == "layers" and device.kind == "gpu":
+    if deployment.whole_layers and device.kind == "gpu":
         yield from _offloaded(deployment, blocks)
         return
-    many = tensor * stages if deployment.terms.pipeline != "layers" else 1
+    many = tensor * stages if not deployment.whole_layers else 1
     start = 0
     for stage, count in enumerate(_stages(blocks, stages if many > 1 else 1)):
         first, last = stage == 0, start + count == blocks

@@ -1,4 +1,4 @@
-"""Constants of engines: terms.toml with the changes of a version applied."""
+"""Constants of the memory model: those of an engine with the changes of a version applied, and terms.toml for all."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from quantry import registry
 from quantry.devices import Device
-from quantry.engines import version_key
+from quantry.engines.contract.catalogue import engine as engine_facts
+from quantry.engines.contract.catalogue import version_key
 from quantry.errors import QuantryError, UnknownNameError
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -18,7 +19,7 @@ SIXTEEN = {"bf16": "bfloat16", "f16": "float16"}
 
 @dataclass(frozen=True, slots=True)
 class EngineTerms:
-    """One table of terms.toml, where the meaning of each field is told."""
+    """The table `memory` of an engine; terms.toml explains each field."""
 
     name: str
     cache: Literal["blocks", "cells", "tokens"]
@@ -40,7 +41,6 @@ class EngineTerms:
     graphs_counted: Literal["none", "first", "both"] = "none"
     graph_layer_mib: float = 0
     logit_bytes: Sequence[int] = (6, 6)  # 16 and 32 bit
-    pipeline: str = "stages"
     cpu: Mapping[str, Any] = field(default_factory=dict)
 
     def slides(self, model_type: str) -> bool:
@@ -81,7 +81,6 @@ class CacheType:
 class Load:
     """What an engine makes of a stored tensor."""
 
-    engines: tuple[str, ...]
     format: str
     source: str
     date: str
@@ -96,11 +95,10 @@ class Load:
 @lru_cache(maxsize=256)
 def terms(engine: str, version: str | None, device: Device) -> EngineTerms:
     """The terms of an engine's version on a device; None is the newest."""
-    rows = _data()
-    known = tuple(name for name, row in rows.items() if isinstance(row, dict) and ("cache" in row or "like" in row))
-    if engine not in known:
-        raise UnknownNameError(f"unknown engine {engine!r}", fix=registry.suggest(engine, known))
-    row = {**rows[rows[engine]["like"]], **rows[engine]} if "like" in rows[engine] else dict(rows[engine])
+    facts = engine_facts(engine)
+    row = {**(engine_facts(facts.like).memory if facts.like else {}), **facts.memory}
+    if not row:
+        raise QuantryError(f"nothing is known of the memory of {engine}", fix="choose another engine")
     for change in row.pop("changes", ()):
         if version is None or version_key(change["since"]) <= version_key(version):
             row |= {key: value for key, value in change.items() if key != "since"}
@@ -124,8 +122,9 @@ def cache_type(name: str, found: EngineTerms, dtype: str) -> CacheType:
     """The type of the cache by its name; "auto" is what the engine takes by itself for 16-bit weights of `dtype`."""
     if name == "auto":
         name = SIXTEEN[dtype] if found.auto == "model" else found.auto
-    engine = _data()[found.name].get("like", found.name)
-    rows = [row for row in _data()["types"] if engine in row.get("engines", (engine,)) or found.name in row["engines"]]
+    facts = engine_facts(found.name)
+    inherited = engine_facts(facts.like).memory.get("kv_types", ()) if facts.like else ()
+    rows = [*_data()["kv_types"], *inherited, *facts.memory.get("kv_types", ())]
     for row in rows:
         if name in row["names"]:
             return CacheType(name, row["bits"], row.get("head_bytes", 0))
@@ -150,8 +149,8 @@ def _first(rows: Sequence[Mapping[str, Any]], key: str, value: str) -> int:
 @cache
 def loads(engine: str, form: str) -> tuple[Load, ...]:
     """What an engine changes in the tensors of a format."""
-    rows = [row for row in _data()["loads"] if engine in row["engines"] and row["format"] == form]
-    lists = ("engines", "kinds", "families")
+    rows = [row for row in engine_facts(engine).memory.get("loads", ()) if row["format"] == form]
+    lists = ("kinds", "families")
     return tuple(
         Load(**{**row, **{key: tuple(row[key]) for key in lists if key in row}, "date": str(row["date"])})
         for row in rows

@@ -18,7 +18,7 @@ paying, while 8-bit inputs run at twice the rate. Of a mixture E (1 - (1 - k/E)^
 the host run at the host's speed one after the other (llama.cpp), or their weights cross the bus in every step. Kernels
 that work in tiles of tokens cost some tokens more as soon as there are two (`pad`, on processors).
 
-The shares and times are in factors.toml, by engine and family of devices. benchmarks/fit_speed.py fits them to what was
+The shares and times are in engines/NAME.toml, by family of devices. benchmarks/fit_speed.py fits them to what was
 measured (benchmarks/measurements.toml). Where nothing was, a row names the one it is like and says how far off it may
 be: `Prediction.spread` is that share, and `measured` tells the two apart. A step has the mean context of an answer.
 """
@@ -30,9 +30,10 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
 
-from quantry import registry
 from quantry.devices import Device, Hardware
-from quantry.errors import QuantryError, UnknownNameError
+from quantry.engines.contract.catalogue import engine as engine_facts
+from quantry.engines.contract.catalogue import ranked
+from quantry.errors import QuantryError
 from quantry.planning.memory.terms import CacheType, cache_type, terms
 from quantry.planning.speed.work import Kind, Part, Work, work_of
 from quantry.quantizing.recipe import Recipe, from_options
@@ -49,7 +50,7 @@ RIVALS = {"gguf": ("gguf-f16", "gguf-q8_0"), "": ("bf16", "fp8-dynamic", "w8a8")
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """A row of factors.toml: shares of a device's rates, and seconds. Tables go by kind of work (work.Work)."""
+    """A row of an engine's table `speed`: shares of a device's rates, and seconds; tables go by kind of work."""
 
     name: str
     engine: str
@@ -438,10 +439,10 @@ def _check(hardware: Hardware, batch: int, tensor_parallel: int, offload: float)
 
 def factors_for(engine: str, device: Device) -> Factors:
     """The factors of an engine on a device: of its family, else of its kind."""
-    rows = [row for row in _factors() if row.engine == _data()["aliases"].get(engine, engine)]
-    if not rows:
-        known = tuple(dict.fromkeys((*(row.engine for row in _factors()), *_data()["aliases"])))
-        raise UnknownNameError(f"unknown engine {engine!r}", fix=registry.suggest(engine, known))
+    known = factors()
+    rows = [row for row in known if row.engine == engine] or [
+        row for row in known if row.engine == engine_facts(engine).like
+    ]
     for wanted in (device.family, device.kind):
         for row in rows:
             if wanted in row.families:
@@ -452,11 +453,19 @@ def factors_for(engine: str, device: Device) -> Factors:
 
 
 @cache
-def _factors() -> tuple[Factors, ...]:
-    rows: dict[str, dict[str, Any]] = {}
-    for row in _data()["factors"]:
-        rows[row["name"]] = {**rows[row["like"]], **row} if "like" in row else dict(row)
-    return tuple(read_factors(row) for row in rows.values())
+def factors() -> tuple[Factors, ...]:
+    """The factors of all engines."""
+    return tuple(read_factors(row) for row in factor_rows().values())
+
+
+def factor_rows() -> dict[str, dict[str, Any]]:
+    """The rows of all engines' tables `speed` by name, each with the numbers that it takes from others."""
+    stated = {row["name"]: {**row, "engine": one.name} for one in ranked() for row in one.speed}
+
+    def whole(row: Mapping[str, Any]) -> dict[str, Any]:
+        return {**whole(stated[row["like"]]), **row} if "like" in row else dict(row)
+
+    return {name: whole(row) for name, row in stated.items()}
 
 
 def read_factors(row: Mapping[str, Any]) -> Factors:

@@ -1,86 +1,22 @@
-"""What an engine's file offers, and the nouns it speaks in: a serving, a command, facts of a boot log, metrics.
+"""A command and the settings it is made of, with the checks that all engines share.
 
-One Python file is one engine, beside the TOML file of its data. It has
+Flags and their values are looked up in the engine's facts for the version that is asked for: what that version does not
+take is an error, never left out.
+"""
 
-| name | is |
-|---|---|
-| `NAME`, `FORMATS`, `PORT`, `HEALTH` | its name in the data, the formats it loads, its usual port, the path that answers 200 once it serves |
-| `METRICS` | where its Prometheus page is and what the figures that matter are called there, or None |
-| `INSTALL` | the command that installs it, by platform; under `any` for all that are not named |
-| `OUTDATED` | forms that older texts give, with what is written now and why |
-| `settings(serving)` | every flag with its value and its reason; both functions below are made of it |
-| `command(serving)` | the words that start it, with environment, files and steps |
-| `explain(serving)` | the same as rows of (words, reason) |
-| `facts(lines)` | what its boot log says |
-
-Nothing here starts anything. Flags and their values are looked up in the data for the version that is asked for: what it
-does not take is an error, never left out.
-"""  # noqa: E501
-
-import ipaddress
-import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol, cast
 
-from quantry import registry
-from quantry.engines import engine, flags, known_version, removed
+from quantry.engines.contract.catalogue import engine, flags, known_version, removed
+from quantry.engines.contract.serving import HOST, Serving
 from quantry.errors import RecipeError, UnknownNameError
 
-HOST = "127.0.0.1"
-LOOKUP = "lookup"  # as `speculative`: guesses are copied from the prompt, no draft model
 HERE, HEAD, WORKER = "here", "head", "worker"  # where a step is run
 PORTS = range(1, 65536)
 THREADS = "OMP_NUM_THREADS="  # of OpenMP, in every engine that computes with it
 HIDDEN = "***"  # stands for a secret wherever a command is shown
-
-
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """All that the command of an engine depends on; None leaves a thing to the engine."""
-
-    model: str  # what the engine is given: a folder, a .gguf file or a hub id
-    format: str  # gguf, compressed-tensors, gptq, awq, bitsandbytes, fp8, onnx; safetensors for 16 bit
-    engine: str
-    version: str
-    platform: str = "cpu"  # cuda, rocm, xpu, metal, cpu
-    host: str = HOST
-    port: int | None = None
-    api_key: str | None = field(default=None, repr=False)
-    name: str | None = None  # that requests ask for
-    context: int | None = None  # tokens of one sequence
-    concurrency: int | None = None  # sequences at once, of one copy of the model
-    kv: str = "auto"
-    prefix_cache: bool | None = None
-    chunked_prefill: bool | None = None
-    batch_tokens: int | None = None  # of one step, prompts and answers together
-    speculative: str | None = None  # a draft model's path, or LOOKUP
-    draft_tokens: int | None = None  # guesses at a time
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    replicas: int = 1
-    nodes: int = 1
-    head: str | None = None  # address of the first node, where there are several
-    offload_layers: int | None = None  # layers on the GPU; None is all
-    threads: int | None = None
-    utilization: float | None = None  # share of a device's memory
-    cache_gib: int | None = None  # of the KV cache, where the engine is told a size
-    prompt_cache_mib: int | None = None  # of host memory, for prompts that are finished (llama.cpp)
-    dtype: str | None = None
-    quantization: str | None = None  # of 16-bit weights as they are loaded
-    bits: int | None = None  # of the weights, where it is known
-    eager: bool = False  # no graphs, no compilation: starts sooner, answers slower
-    trust_remote_code: bool = False
-    built: str | None = None  # folder for what the engine makes of the model first; beside the model if None
-    python: str = "python"  # of the engine's environment
-    extra: tuple[str, ...] = ()  # words for the engine itself, as the user gave them
-
-    @property
-    def open_to_others(self) -> bool:
-        """Whether other machines can reach it."""
-        return not _is_loopback(self.host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +39,7 @@ class Step:
     argv: tuple[str, ...]
     why: str
     where: str = HERE
+    makes: str | None = None  # the last file that it writes: where that exists, the step is not run again
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,93 +71,6 @@ class Command:
 
     def _shown(self, word: str) -> str:
         return HIDDEN if word in self.secrets else word
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What an engine says of itself as it starts; None where it does not."""
-
-    version: str | None = None
-    weights_bytes: int | None = None
-    kv_cache_tokens: int | None = None
-    kv_cache_bytes: int | None = None
-    max_concurrency: float | None = None  # sequences of the full context that the cache holds
-    quantization: str | None = None
-    kernels: tuple[str, ...] = ()
-    context: int | None = None
-    warnings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """A figure in Prometheus names: what `over` grew by, divided by what `under` grew by; without `under` a gauge."""
-
-    over: tuple[str, ...]
-    under: tuple[str, ...] = ()
-
-    def between(self, before: Mapping[str, float], after: Mapping[str, float]) -> float | None:
-        """Its value over a time; None where the engine does not have the names, or nothing happened."""
-        if not all(name in after for name in (*self.over, *self.under)):
-            return None
-        if not self.under:
-            return sum(after[name] for name in self.over)
-        grown = [sum(after[name] - before.get(name, 0.0) for name in names) for names in (self.over, self.under)]
-        return grown[0] / grown[1] if grown[1] > 0 else None
-
-
-@dataclass(frozen=True, slots=True)
-class Metrics:
-    """Where an engine's Prometheus page is, and its figures; names are without labels, whose values are added up."""
-
-    path: str
-    prefix_hit_rate: Measure | None = None  # tokens of prompts that were in the cache already
-    acceptance_rate: Measure | None = None  # guesses of speculative decoding that were right
-    kv_usage: Measure | None = None  # share of the cache that is filled now
-
-
-@dataclass(frozen=True, slots=True)
-class Outdated:
-    """A form that older texts give; `since` is a version that is known to refuse it.
-
-    Without one it never was right, or it still works and is needless (`new` is empty).
-    """
-
-    old: str
-    new: str
-    reason: str
-    since: str | None
-
-
-class Adapter(Protocol):
-    """An engine's file."""
-
-    NAME: str
-    FORMATS: tuple[str, ...]
-    PORT: int
-    HEALTH: str
-    METRICS: Metrics | None
-    INSTALL: Mapping[str, str]
-    OUTDATED: tuple[Outdated, ...]
-
-    def settings(self, serving: Serving) -> list[Setting]: ...
-
-    def command(self, serving: Serving) -> Command: ...
-
-    def explain(self, serving: Serving) -> list[tuple[str, str]]: ...
-
-    def facts(self, lines: Iterable[str]) -> Facts: ...
-
-
-def adapter(name: str) -> Adapter:
-    """The file of an engine by the engine's own name, such as llama.cpp."""
-    found = registry.load("quantry.engines", engine(name).name.replace(".", "-"))
-    return cast(Adapter, found)
-
-
-def install(name: str, platform: str) -> str:
-    """The command that installs an engine on a platform."""
-    ways = adapter(name).INSTALL
-    return ways.get(platform, ways["any"])
 
 
 # ---- settings ----
@@ -255,6 +105,11 @@ def checked(serving: Serving, settings: Sequence[Setting]) -> list[str]:
     return [*words, *_given(serving)]
 
 
+def secrets(serving: Serving) -> frozenset[str]:
+    """The words of a command that are never shown."""
+    return frozenset({serving.api_key} if serving.api_key else ())
+
+
 def environment(settings: Sequence[Setting]) -> dict[str, str]:
     """The settings that are environment variables."""
     return {one.name[:-1]: str(one.value) for one in settings if one.name.endswith("=")}
@@ -266,9 +121,10 @@ def explained(serving: Serving, settings: Sequence[Setting]) -> list[tuple[str, 
     return [*rows, (shlex.join(serving.extra), "given for the engine itself")] if serving.extra else rows
 
 
-def check(serving: Serving, formats: Sequence[str]) -> None:
-    """What makes no sense for any engine, before a command is made of it."""
+def check(serving: Serving) -> None:
+    """Raises an error for what makes no sense in any engine, before a command is made of it."""
     known_version(serving.engine, serving.version)
+    formats = engine(serving.engine).formats
     if serving.format not in formats:
         raise RecipeError(
             f"{serving.engine} does not load {serving.format} (it loads {', '.join(formats)})",
@@ -338,40 +194,3 @@ def _shown(serving: Serving, setting: Setting) -> str:
     if serving.api_key and setting.value == serving.api_key:
         return f"{setting.name}{HIDDEN}"
     return f"{setting.name}{setting.value}" if setting.name.endswith("=") else shlex.join(setting.words)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
-# ---- boot logs ----
-
-UNITS = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-
-
-def size(number: str, unit: str) -> int:
-    """Bytes of a number with its unit, as logs write them."""
-    return round(float(number.replace(",", "")) * UNITS[unit.upper()])
-
-
-def last(pattern: str, lines: Iterable[str]) -> re.Match[str] | None:
-    """The last place where a log has a pattern: what is said again replaces what was said before."""
-    found = None
-    for line in lines:
-        found = re.search(pattern, line) or found
-    return found
-
-
-def until(pattern: str, lines: Iterable[str]) -> list[str]:
-    """A log up to the line that says that it serves: later lines are about requests."""
-    found = []
-    for line in lines:
-        found.append(line)
-        if re.search(pattern, line):
-            break
-    return found

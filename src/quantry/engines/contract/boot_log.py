@@ -1,0 +1,45 @@
+"""What an engine's boot log says, and how engine files read it."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+UNITS = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What an engine says of itself as it starts; None where it does not."""
+
+    version: str | None = None
+    weights_bytes: int | None = None
+    kv_cache_tokens: int | None = None
+    kv_cache_bytes: int | None = None
+    max_concurrency: float | None = None  # sequences of the full context that the cache holds
+    quantization: str | None = None
+    kernels: tuple[str, ...] = ()
+    context: int | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def size(number: str, unit: str) -> int:
+    """Bytes of a number with its unit, as logs write them."""
+    return round(float(number.replace(",", "")) * UNITS[unit.upper()])
+
+
+def last(pattern: str, lines: Iterable[str]) -> re.Match[str] | None:
+    """The last place where a log has a pattern: what is said again replaces what was said before."""
+    found = None
+    for line in lines:
+        found = re.search(pattern, line) or found
+    return found
+
+
+def until(pattern: str, lines: Iterable[str]) -> list[str]:
+    """A log up to the line that says that it serves: later lines are about requests."""
+    found = []
+    for line in lines:
+        found.append(line)
+        if re.search(pattern, line):
+            break
+    return found

@@ -1,0 +1,403 @@
+"""The facts of all engines: the TOML file beside each engine's module, built in or of another package.
+
+Reading them imports no engine; `adapter.adapter` does.
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from quantry import registry
+from quantry.errors import QuantryError, UnknownNameError
+
+ROOM = "quantry.engines"
+Conditions = Mapping[str, Any]
+CAPABILITIES = ("refusals", "kernels", "cautions", "notes")
+LAST = 100  # rank of an engine that states none
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """A rule of what an engine can do: `when` says what it is about; a kernel also has a name and needs."""
+
+    source: str
+    date: str
+    when: Conditions = field(default_factory=dict)
+    needs: Conditions = field(default_factory=dict)
+    name: str | None = None
+    outcome: str = "kernel"
+    reason: str = ""
+    fix: str | None = None
+    since: str | None = None
+    until: str | None = None
+
+    def holds_in(self, version: str) -> bool:
+        return _within(version, self.since, self.until)
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """An option of an engine's command line; with a `value`, one value of it."""
+
+    name: str
+    source: str
+    date: str
+    since: str | None = None
+    until: str | None = None
+    replacement: str | None = None
+    value: str | None = None
+    default: str | None = None
+    about: str = ""
+
+    @property
+    def words(self) -> str:
+        return f"{self.name} {self.value}" if self.value else self.name
+
+    def holds_in(self, version: str) -> bool:
+        return _within(version, self.since, self.until)
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A known version, and where the knowledge is from."""
+
+    version: str
+    source: str
+    date: str
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A package installed beside an engine; `assumed` unless the caller says otherwise."""
+
+    name: str
+    assumed: bool
+    source: str
+    date: str
+    about: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnFormat:
+    """A model format of one engine: a folder is in it if it has this file."""
+
+    name: str
+    file: str
+    context: tuple[str, ...] = ()  # keys in that file (JSON) that lead to the longest sequence in tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """How an installed engine is found. One with a `program` is on the search path, others are in a python."""
+
+    program: str | None = None
+    distributions: tuple[str, ...] = ()  # names of the Python package
+    cpu_distribution: str | None = None  # the one of them that is built for CPUs only
+    embedded: str | None = None  # module of a server in Quantry's own python, used unless a program is named
+    gpu_probe: str = ""  # Python code that prints True where the embedded engine sees a GPU
+    version_pattern: str = r"\b(\d+\.\d+(?:\.\w+)*)"  # finds the version in the output of `program --version`
+    version_prefix: str = ""  # of what the pattern finds
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """How a running server of an engine behaves."""
+
+    port: int = 8000
+    health: str = "/health"  # the path that answers 200 once it serves
+    model_name: Literal["given", "lower", "path"] = (
+        "given"  # in requests: as chosen, in lower case, or the model's path
+    )
+    threads: bool = True  # on a CPU it takes a number of threads
+    slots: int | None = None  # sequences at once without being asked, where these are few
+    ignores_end: bool = False  # takes `ignore_eos`: it writes on past the end of an answer
+    single_process: bool = False  # on a CPU one process holds all of its memory
+    prompt_cache_mib: int | None = None  # host memory it takes for finished prompts unless it is given a limit
+    script: str | None = None  # module of Quantry that serves it, run by its path in the engine's python
+    keeps_builds: bool = False  # what it builds of a checkpoint is kept in Quantry's cache
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFacts:
+    """Types of an engine's KV cache, in the words of its flags."""
+
+    half: str | None = None  # takes half of 16 bit
+    tuned: tuple[str, ...] = ()  # that `quantry tune` tries
+    recipes: Mapping[str, str] = field(default_factory=dict)  # type of a recipe's KV cache -> type
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyFacts:
+    """How `quantry verify` scores a model: embedded on GGUF files, or by a script in the engine's python on folders."""
+
+    embedded: bool = False
+    label: str = ""  # the engine's name in texts
+    module: str = ""  # must be importable in the engine's python
+    install: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)  # unless the user's environment has the name
+    scorer: str = ""  # file beside the engine's own, with a class `Scorer`
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCache:
+    """A smaller type of the KV cache that is planned where the conditions hold."""
+
+    kv: str
+    source: str
+    when: Conditions = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFacts:
+    """How an engine stands in the decision of `quantry plan`."""
+
+    points: float = 0.0
+    why: str = ""
+    source: str = ""
+    asked: str | None = "it is an engine of another package, and planned only with --engine"  # None: always planned
+    uses: tuple[str, ...] = ()  # that it is planned for without being named
+    formats: tuple[str, ...] = ()  # that it is planned with; all that it loads if none is listed
+    options: tuple[str, ...] = ()  # fields of Serving that a plan sets: utilization, cache_gib, prefix_cache, dtype
+    whole_layers: bool = False  # several devices get whole layers each, the host too
+    spreads_unasked: bool = False  # it spreads a model over devices without a flag
+    copies: bool = False  # it shares requests among copies of a model itself
+    break_even: bool = False  # the speed model knows when 4-bit weights stop to pay in it
+    caches: tuple[PlannedCache, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A figure in Prometheus names: what `over` grew by, divided by what `under` grew by; without `under` a gauge."""
+
+    over: tuple[str, ...]
+    under: tuple[str, ...] = ()
+
+    def between(self, before: Mapping[str, float], after: Mapping[str, float]) -> float | None:
+        """Its value over a time; None where the engine does not have the names, or nothing happened."""
+        if not all(name in after for name in (*self.over, *self.under)):
+            return None
+        if not self.under:
+            return sum(after[name] for name in self.over)
+        grown = [sum(after[name] - before.get(name, 0.0) for name in names) for names in (self.over, self.under)]
+        return grown[0] / grown[1] if grown[1] > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Where an engine's Prometheus page is, and its figures; names are without labels, whose values are added up."""
+
+    path: str
+    prefix_hit_rate: Measure | None = None  # tokens of prompts that were in the cache already
+    acceptance_rate: Measure | None = None  # guesses of speculative decoding that were right
+    kv_usage: Measure | None = None  # share of the cache that is filled now
+
+
+@dataclass(frozen=True, slots=True)
+class Outdated:
+    """A form that older texts give; `since` is a version that is known to refuse it.
+
+    Without one it never was right, or it still works and is needless (`new` is empty).
+    """
+
+    old: str
+    new: str
+    reason: str
+    since: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """Everything known of an engine."""
+
+    name: str
+    about: str
+    plugin: str  # its name in the registry
+    folder: Path  # that its files are in
+    formats: tuple[str, ...]  # that it loads
+    releases: tuple[Release, ...]  # oldest first
+    rank: int = LAST  # its place in lists, and among several usual engines of a format
+    usual_for: tuple[str, ...] = ()  # formats
+    like: str | None = None  # the engine it runs: memory and speed are as there, where it states nothing else
+    own_format: OwnFormat | None = None
+    install: Mapping[str, str] = field(default_factory=dict)  # commands by platform, `any` for all others
+    installation: Installation = Installation()
+    server: ServerFacts = ServerFacts()
+    metrics: Metrics | None = None
+    kv_cache: CacheFacts = CacheFacts()
+    switches: tuple[str, ...] = ()  # that `quantry tune` may set both ways
+    verify: VerifyFacts | None = None  # None: `quantry verify` cannot score in it
+    plan: PlanFacts = PlanFacts()
+    memory: Mapping[str, Any] = field(default_factory=dict)
+    speed: tuple[Mapping[str, Any], ...] = ()
+    outdated: tuple[Outdated, ...] = ()
+    packages: tuple[Package, ...] = ()
+    cases: Mapping[str, Conditions] = field(default_factory=dict)
+    refusals: tuple[Capability, ...] = ()
+    kernels: tuple[Capability, ...] = ()
+    cautions: tuple[Capability, ...] = ()
+    notes: tuple[Capability, ...] = ()
+    fixes: Mapping[str, str] = field(default_factory=dict)
+    flags: tuple[Flag, ...] = ()
+
+    @property
+    def latest(self) -> str:
+        """The newest known release that is no candidate."""
+        return [release.version for release in self.releases if "rc" not in release.version][-1]
+
+    def installed_by(self, platform: str) -> str:
+        """The command that installs it on a platform."""
+        return self.install.get(platform) or self.install.get("any") or f"install {self.name}"
+
+
+def engines() -> dict[str, Engine]:
+    """All engines by name, in alphabetical order."""
+    return dict(_engines())
+
+
+def ranked() -> list[Engine]:
+    """All engines in the order of lists."""
+    return sorted(_engines().values(), key=lambda engine: (engine.rank, engine.name))
+
+
+def engine(name: str) -> Engine:
+    """Returns the engine of a name; raises UnknownNameError with suggestions for an unknown one."""
+    known = _engines()
+    if name not in known:
+        raise UnknownNameError(f"unknown engine {name!r}", fix=registry.suggest(name, tuple(known)))
+    return known[name]
+
+
+def usual(stored: str) -> list[str]:
+    """The usual engines of a model format, the first choice first; all that load it where none claims to be."""
+    claiming = [engine.name for engine in ranked() if stored in engine.usual_for]
+    return claiming or [engine.name for engine in ranked() if stored in engine.formats]
+
+
+def verifying() -> dict[str, VerifyFacts]:
+    """The engines that `quantry verify` scores in, in the order of lists."""
+    return {engine.name: engine.verify for engine in ranked() if engine.verify is not None}
+
+
+def latest(name: str) -> str:
+    """The newest known release of an engine."""
+    return engine(name).latest
+
+
+def known_version(name: str, version: str | None) -> str:
+    """Returns `version`, or the newest for None; newer versions than the newest known one count as that.
+
+    Raises UnknownNameError for a version before the oldest known one.
+    """
+    known = engine(name)
+    if version is None:
+        return known.latest
+    oldest = known.releases[0].version
+    if not re.search(r"\d", version) or version_key(version) < version_key(oldest):
+        raise UnknownNameError(
+            f"nothing is known of {name} {version[:40]!r}: its data begin at {oldest}",
+            fix=f"choose {oldest} to {known.releases[-1].version}, or leave the version out",
+        )
+    return version
+
+
+def flags(name: str, version: str | None = None) -> dict[str, Flag]:
+    """The flags that a version of an engine takes, by name; values of flags are under "--flag value"."""
+    version = known_version(name, version)
+    return {flag.words: flag for flag in engine(name).flags if flag.holds_in(version)}
+
+
+def removed(name: str, version: str | None = None) -> dict[str, Flag]:
+    """The flags that a version of an engine takes no longer or not yet, with their replacements."""
+    version = known_version(name, version)
+    taken = flags(name, version)
+    return {
+        flag.words: flag
+        for flag in engine(name).flags
+        if not flag.holds_in(version) and flag.words not in taken
+    }  # fmt: skip
+
+
+def version_key(version: str) -> tuple[int, ...]:
+    """The numbers of a version, to compare: 0.32 and 0.32.0 are equal, b10605 is 10605."""
+    numbers = [int(digits[:9]) for digits in re.findall(r"\d+", version)]
+    while len(numbers) > 1 and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def _within(version: str, since: str | None, until: str | None) -> bool:
+    key = version_key(version)
+    return (since is None or version_key(since) <= key) and (until is None or key < version_key(until))
+
+
+# ---- reading ----
+
+
+@cache
+def _engines() -> dict[str, Engine]:
+    known: dict[str, Engine] = {}
+    for plugin in registry.choices(ROOM):
+        file = registry.location(ROOM, plugin).with_suffix(".toml")
+        read = _read(plugin, file)
+        if read.name in known:
+            raise QuantryError(f"two engines are called {read.name} ({file})", fix="remove the package that adds one")
+        known[read.name] = read
+    return dict(sorted(known.items()))
+
+
+def _read(plugin: str, file: Path) -> Engine:
+    try:
+        return _engine(tomllib.loads(file.read_text(encoding="utf-8")), plugin, file.parent)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise QuantryError(
+            f"the engine {plugin} has no valid facts in {file}: {error}",
+            fix="correct the file, or remove the package that adds it",
+        ) from error
+
+
+def _engine(data: Mapping[str, Any], plugin: str, folder: Path) -> Engine:
+    tables = {
+        "own_format": OwnFormat, "installation": Installation, "server": ServerFacts, "kv_cache": CacheFacts,
+        "verify": VerifyFacts,
+    }  # fmt: skip
+    rows = {"outdated": Outdated, "packages": Package, **dict.fromkeys(CAPABILITIES, Capability)}
+    read: dict[str, Any] = {key: _plain(value) for key, value in data.items() if key not in ("versions", "tune")}
+    read |= {key: kind(**_plain(data[key])) for key, kind in tables.items() if key in data}
+    read |= {key: tuple(kind(**_plain(row)) for row in data[key]) for key, kind in rows.items() if key in data}
+    read |= {"metrics": _metrics(data["metrics"])} if "metrics" in data else {}
+    read |= {"plan": _plan(data["plan"])} if "plan" in data else {}
+    read["releases"] = tuple(Release(**_plain(row)) for row in data["versions"])
+    read["flags"] = tuple(flag for row in data.get("flags", ()) for flag in _flags(row))
+    return Engine(plugin=plugin, folder=folder, switches=tuple(data.get("tune", {}).get("switches", ())), **read)
+
+
+def _metrics(table: Mapping[str, Any]) -> Metrics:
+    figures = {key: Measure(**_plain(value)) for key, value in table.items() if key != "path"}
+    return Metrics(table["path"], **figures)
+
+
+def _plan(table: Mapping[str, Any]) -> PlanFacts:
+    caches = tuple(PlannedCache(**row) for row in table.get("caches", ()))
+    return PlanFacts(**{"asked": None, **_plain(table), "caches": caches})
+
+
+def _flags(row: Mapping[str, Any]) -> list[Flag]:
+    """One flag a name and value: rows may list several that share the rest."""
+    names = row.get("names") or [row["name"]]
+    values = row.get("values") or [row.get("value")]
+    rest = {key: value for key, value in _plain(row).items() if key not in ("name", "names", "value", "values")}
+    return [Flag(name=name, value=value, **rest) for name in names for value in values]
+
+
+def _plain(value: Any) -> Any:
+    """Lists as tuples and dates as text, in a table and in a value of it."""
+    if isinstance(value, Mapping):
+        return {
+            key: str(item) if key == "date" else tuple(item) if isinstance(item, list) else item
+            for key, item in value.items()
+        }
+    return tuple(value) if isinstance(value, list) else value
