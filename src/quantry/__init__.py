@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from quantry.jobs.load.tune import tune
     from quantry.jobs.quantize import quantize
     from quantry.jobs.run import run
-    from quantry.jobs.sweep import sweep
+    from quantry.jobs.sweep.sweep import sweep
     from quantry.models.anatomy import inspect
     from quantry.planning.matrices import matrix
     from quantry.planning.plan import plan
@@ -53,7 +53,7 @@ _HOMES = {
     "run": "jobs.run",
     "sensitivity": "jobs.auto.sensitivity",
     "serve": "serving.prepare",
-    "sweep": "jobs.sweep",
+    "sweep": "jobs.sweep.sweep",
     "tune": "jobs.load.tune",
     "verify": "proof.verify",
 }

@@ -11,50 +11,66 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from quantry.cli import app
+from command import command
+from demo_artefacts import gguf_in, quantized_demo
+from depth import deep
 from quantry.errors import OutputError, QuantryError, RecipeError, UnknownNameError
 from quantry.jobs.quantize import quantize
-from quantry.jobs.sweep import Outcome, Sweep, sweep
-from quantry.jobs.sweep.ordering import read_peers
+from quantry.jobs.sweep.plan import read_peers
 from quantry.jobs.sweep.specs import read_specs
-from quantry.jobs.sweep.table import marked, page
+from quantry.jobs.sweep.sweep import sweep
+from quantry.jobs.sweep.table import Outcome, Sweep, mark_frontier, report_content
 from quantry.models.reader import demo_folder
 from quantry.proof.verify import verify
 from quantry.quantizing.recipe import from_card
+from shared import recorded, shared
 
 PRESETS = "gguf-q4_0,w4a16:group=64,format=compressed-tensors,w4a16-gptq:group=64"
 NAMES = ["gguf-q4_0", "w4a16_format-compressed-tensors_group-64", "w4a16-gptq_group-64"]
-TEXT: dict[str, Any] = {"windows": 4, "verify_length": 64}
+TEXT: dict[str, Any] = {"windows": 2, "verify_length": 48}
 CALIBRATION: dict[str, Any] = {"samples": 4, "length": 64}
-FLAGS = ["--windows", "4", "--verify-length", "64", "--samples", "4", "--length", "64"]
+FLAGS = ["--windows", "2", "--verify-length", "48", "--samples", "4", "--length", "64"]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Statistics and references are shared by the tests of a run, and apart from the user's."""
+    folder = shared(tmp_path_factory, "sweep-cache", write_text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QUANTRY_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("QUANTRY_CACHE", str(folder))
+        patch.setitem(TEXT, "text", folder / "held-out.txt")
         yield
 
 
+def write_text(folder: Path) -> None:
+    (folder / "held-out.txt").write_text((demo_folder() / "held-out.txt").read_text()[:8000])
+
+
 @pytest.fixture(scope="module")
-def peer(tmp_path_factory: pytest.TempPathFactory, _cache: None) -> Path:
+def peer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GGUF file without anything beside it, as other tools leave theirs."""
-    folder = tmp_path_factory.mktemp("peer")
-    quantize("demo", folder / "made", preset="gguf-q4_0")
-    (made,) = (folder / "made").glob("*.gguf")
-    return made.rename(folder / "other.gguf")
+
+    def make(folder: Path) -> None:
+        shutil.copy(gguf_in(quantized_demo(tmp_path_factory, "gguf-q4_0")), folder / "other.gguf")
+
+    return shared(tmp_path_factory, "peer", make) / "other.gguf"
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, peer: Path) -> tuple[Path, Sweep]:
     """An undisturbed sweep."""
-    out = tmp_path_factory.mktemp("sweep") / "out"
-    return out, sweep("demo", out, presets=PRESETS, peers=[peer], **TEXT, **CALIBRATION)
+
+    def make(folder: Path) -> tuple[Path, Sweep]:
+        out = folder / "out"
+        return out, sweep("demo", out, presets=PRESETS, peers=[peer], **TEXT, **CALIBRATION)
+
+    made: tuple[Path, Sweep] = recorded(tmp_path_factory, "finished-sweep", make)
+    return made
 
 
 @pytest.fixture
@@ -101,7 +117,7 @@ def test_rows_are_what_verify_measures(finished: tuple[Path, Sweep]) -> None:
 def test_it_is_measured_as_asked(finished: tuple[Path, Sweep], tmp_path: Path) -> None:
     """An artefact of the same options, made and measured by hand."""
     made = quantize("demo", tmp_path / "own", preset="w4a16-gptq", group=64, **CALIBRATION)
-    proof = verify(tmp_path / "own", reference="demo", windows=4, length=64)
+    proof = verify(tmp_path / "own", reference="demo", text=TEXT["text"], windows=2, length=48)
     row = by_name(finished[1])["w4a16-gptq_group-64"]
     assert (row.kl, row.perplexity, row.bytes) == (proof.kl, proof.perplexity, made.bytes)
     own, swept = ((folder / "model.safetensors").read_bytes() for folder in (tmp_path / "own", finished[0] / row.name))
@@ -136,7 +152,7 @@ def test_the_frontier_against_its_definition() -> None:
             for at, (size, kl) in enumerate(spots)
             for served in [chance.random() < 0.5]
         ]
-        found = marked([*rows, Outcome("refused", "", problem="no"), Outcome("not measured", "", bytes=1)])
+        found = mark_frontier([*rows, Outcome("refused", "", problem="no"), Outcome("not measured", "", bytes=1)])
         for (size, kl), row in zip(spots, found, strict=False):
             better = [one for one in spots if (one[0] < size and one[1] <= kl) or (one[0] <= size and one[1] < kl)]
             assert row.frontier == (not better)
@@ -159,7 +175,7 @@ def test_json_is_frozen(finished: tuple[Path, Sweep]) -> None:
 
 def test_the_report_is_written(finished: tuple[Path, Sweep]) -> None:
     out, done = finished
-    content = page(done, {})
+    content = report_content(done, {})
     assert {row.name: row.judged for row in content.rows} == {row.name: row.judged for row in done.rows}
     assert [row.name for row in content.rows if row.peer] == ["other.gguf"]
     html = (out / "report.html").read_text()
@@ -199,6 +215,7 @@ def test_what_is_there_is_taken(again: Path, peer: Path, finished: tuple[Path, S
 
 def run_sweep(out: Path, peer: Path, cache: str) -> None:
     os.environ["QUANTRY_CACHE"] = cache
+    TEXT["text"] = Path(cache) / "held-out.txt"
     sweep("demo", out, presets=PRESETS, peers=[peer], **TEXT, **CALIBRATION)
 
 
@@ -229,18 +246,18 @@ def test_another_text_is_measured_anew(again: Path, finished: tuple[Path, Sweep]
     told: list[str] = []
     (shard,) = (again / NAMES[0]).glob("*.gguf")
     stamp = shard.stat().st_mtime_ns
-    done = sweep("demo", again, presets=NAMES[0], windows=3, verify_length=64, announce=told.append)
+    done = sweep("demo", again, presets=NAMES[0], **{**TEXT, "windows": 1}, announce=told.append)
     assert told == ["1 of 1: gguf-q4_0"]
     assert shard.stat().st_mtime_ns == stamp
-    assert done.rows[0].kl == verify(again / NAMES[0], reference="demo", windows=3, length=64).kl
+    assert done.rows[0].kl == verify(again / NAMES[0], reference="demo", text=TEXT["text"], windows=1, length=48).kl
     assert done.rows[0].kl != finished[1].rows[0].kl
     assert set(json.loads((again / "sweep.json").read_text())["jobs"]) == {*NAMES, "other.gguf"}
 
 
-def test_another_file_under_a_peers_name(again: Path, tmp_path: Path, finished: tuple[Path, Sweep]) -> None:
-    quantize("demo", tmp_path / "made", preset="gguf-q8_0")
-    (made,) = (tmp_path / "made").glob("*.gguf")
-    other = made.rename(tmp_path / "other.gguf")
+def test_another_file_under_a_peers_name(
+    again: Path, tmp_path: Path, finished: tuple[Path, Sweep], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other = shutil.copy(gguf_in(quantized_demo(tmp_path_factory, "gguf-q8_0")), tmp_path / "other.gguf")
     done = sweep("demo", again, presets=NAMES[0], peers=[other], **TEXT)
     before, row = by_name(finished[1])["other.gguf"], by_name(done)["other.gguf"]
     assert row.kl is not None
@@ -250,26 +267,30 @@ def test_another_file_under_a_peers_name(again: Path, tmp_path: Path, finished: 
     assert by_name(done)[NAMES[0]] == by_name(finished[1])[NAMES[0]]
 
 
+def swept(presets: str, peer: Path, out: Path, *more: str) -> "CompletedProcess[str]":
+    text = ("--text", TEXT["text"])
+    return command("sweep", "demo", "--presets", presets, "--peers", peer, "-o", out, *FLAGS, *text, *more)
+
+
 def test_one_refusal_is_a_row(again: Path, peer: Path) -> None:
     more = f"w4a16:group=48,{PRESETS}"
-    told = CliRunner().invoke(app, ["sweep", "demo", "--presets", more, "--peers", str(peer), "-o", str(again), *FLAGS])
-    assert told.exit_code == 1
-    assert "✗ w4a16_group-48: model.layers.0" in told.output
-    assert "is not divided by 1 x 48 blocks" in told.output
-    assert "1 of 5: w4a16_group-48 is left out" in told.output
+    told = swept(more, peer, again)
+    assert told.returncode == 1
+    assert "✗ w4a16_group-48: model.layers.0" in told.stdout
+    assert "is not divided by 1 x 48 blocks" in " ".join(told.stdout.split())
+    assert "1 of 5: w4a16_group-48 is left out" in told.stderr
     rows = json.loads((again / "sweep.json").read_text())["rows"]
     assert [row["name"] for row in rows if row["problem"]] == ["w4a16_group-48"]
     assert not (again / "w4a16_group-48").exists()
     assert "w4a16_group-48" in (again / "report.html").read_text()
-    lines = [line for line in told.output.splitlines() if line.endswith(("pass ", "fail "))]
+    lines = [line for line in told.stdout.splitlines() if line.endswith(("pass ", "fail "))]
     assert len(lines) == 4
     assert sum(line.startswith("●") for line in lines) == sum(row["frontier"] for row in rows)
 
 
 def test_the_command_is_the_function(again: Path, peer: Path, finished: tuple[Path, Sweep]) -> None:
-    options = ["sweep", "demo", "--presets", PRESETS, "--peers", str(peer), "-o", str(again), *FLAGS, "--json"]
-    told = CliRunner().invoke(app, options)
-    assert told.exit_code == 0
+    told = swept(PRESETS, peer, again, "--json")
+    assert told.returncode == 0
     expected = json.loads(json.dumps(finished[1].to_dict())) | {"path": str(again)}
     assert json.loads(told.stdout) == expected
 
@@ -312,6 +333,7 @@ def test_the_transform_of_a_spec(tmp_path: Path) -> None:
     assert swept != plain
 
 
+@deep
 def test_the_gpu_of_a_spec(tmp_path: Path) -> None:
     """vLLM has no kernel for 8-bit groups on a CPU, so there is none in a mixture for one; without a device there is."""
     alone = "auto:budget=8bpw,format=compressed-tensors"
@@ -368,7 +390,7 @@ def test_options_of_all_presets() -> None:
         ({"presets": "w4a16", "engine": "llama.cpp"}, QuantryError, "it serves none of these formats"),
         ({"presets": "gguf-q4_0", "engine": "vllm"}, QuantryError, "it serves none of these formats"),
         ({"presets": "w4a16", "engine_python": "/nowhere"}, QuantryError, "has no use without an engine"),
-        ({"presets": "w4a16", "engine": "vllm", "engine_python": "/nowhere"}, QuantryError, "is no file"),
+        ({"presets": "w4a16", "engine": "vllm", "engine_python": "/nowhere"}, QuantryError, "is not a file"),
         ({"presets": "w4a16", "peers": "/nowhere.gguf"}, QuantryError, "/nowhere.gguf"),
     ],
 )
@@ -388,16 +410,15 @@ def test_names_of_peers(peer: Path, tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         shutil.copy(peer, tmp_path / folder / "model.gguf")
     found = read_peers([tmp_path / "a/model.gguf", tmp_path / "b/model.gguf", peer], ())
-    assert [name for name, _, _ in found] == ["a/model.gguf", "b/model.gguf", "other.gguf"]
+    assert [found_peer.name for found_peer in found] == ["a/model.gguf", "b/model.gguf", "other.gguf"]
     same = shutil.copy(peer, tmp_path / "gguf-q4_0")
     with pytest.raises(RecipeError, match="2 files of the table would be called gguf-q4_0"):
         read_peers([same], read_specs("gguf-q4_0", {}))
 
 
 def test_a_command_line_error_is_one_line(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["sweep", "demo", "--presets", "w5a16", "-o", str(tmp_path / "out")])
-    assert isinstance(done.exception, UnknownNameError)
-    assert done.exception.exit_code == 2
+    done = command("sweep", "demo", "--presets", "w5a16", "-o", tmp_path / "out")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert not (tmp_path / "out").exists()
 
 

@@ -10,7 +10,7 @@ from quantry.cli import _flags as flags
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from quantry.jobs.sweep import Outcome, Sweep
+    from quantry.jobs.sweep.table import Outcome, Sweep
 
 
 Presets = Annotated[
@@ -50,7 +50,7 @@ def command(
     """Quantize a model with many presets, measure and compare them; exit code 1 if one cannot be made or measured."""
     from quantry.cli._output import print_json, show
     from quantry.cli._progress import steps
-    from quantry.jobs.sweep import sweep
+    from quantry.jobs.sweep.sweep import sweep
 
     with steps(quiet=json) as progress:
         done = sweep(

@@ -1,14 +1,18 @@
-"""`quantry.sweep`: many artefacts of one model, each proven on the same text, and one table of them.
+"""`quantry.sweep`: many artefacts of one model, each measured on the same text, in one table.
 
-Every artefact is what `quantry quantize` writes into a folder of its own, every figure what `quantry verify` measures.
-Jobs share what they can: the statistics of calibration are in their store, what the 16-bit model says in its cache.
+Every artefact is what `quantry quantize` writes into its folder, every figure what `quantry verify` measures. Jobs
+share what they can: the statistics of calibration in their store, the probabilities of the 16-bit model in their cache.
 
-DIR/sweep.json has the table, and notes on each job: what was asked for, before it begins, and what was measured. So a
-sweep that was killed goes on: what is there for the same request is taken as it is, and anything else in its place is
-refused before the first job begins.
+DIR/sweep.json holds the table, and for each job what was asked (before it starts) and what was measured. So a killed
+sweep continues: an artefact of the same request is kept, and anything else under its name is refused before the first
+job starts.
+
+| file | holds |
+|---|---|
+| sweep.py | `sweep`: the loop |
+| specs.py | presets with options, as users write them |
+| plan.py | the jobs of a sweep, and all checks before the first one |
+| state.py | what is made and measured so far; sweep.json |
+| table.py | the rows, the frontier, the report |
+| progress.py | what is shown meanwhile |
 """
-
-from quantry.jobs.sweep.loop import sweep
-from quantry.jobs.sweep.table import Outcome, Sweep
-
-__all__ = ["Outcome", "Sweep", "sweep"]

@@ -1,4 +1,4 @@
-"""Presets with options of quantize, as they are asked for, and what is known of each before it is made."""
+"""Presets with options of quantize as users write them, and what is known about each artefact before it is made."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,15 +15,15 @@ from quantry.quantizing.recipe import AUTO, from_options
 from quantry.registry import suggest
 from quantry.types import Anatomy
 
-# Options of quantize that may stand after a preset, in their order in the names of folders.
+# Options of quantize that may follow a preset, in their order in the names of folders.
 OPTIONS = ("format", "group", "rounder", "transform", "imatrix", "kv", "budget", "gpu")
-ALIKE = {GGUF: "gguf-q4_0", "compressed-tensors": "w4a16"}  # stand for the layers of a mixture
+SAMPLE_PRESETS = {GGUF: "gguf-q4_0", "compressed-tensors": "w4a16"}  # options of a mixture are checked with these
 EXAMPLE = "write it as w4a16:group=64,format=compressed-tensors"
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
-    """An artefact that is asked for: a preset, and options of quantize."""
+class ArtefactSpec:
+    """The request for an artefact: a preset, and options of quantize."""
 
     text: str
     preset: str
@@ -31,39 +31,42 @@ class Spec:
 
     @property
     def name(self) -> str:
-        """Of its folder: the preset and the options in a fixed order, in characters that every disk takes."""
+        """The name of its folder: preset and options in a fixed order, in characters that every disk takes."""
         parts = [f"{key}-{_plain(key, self.options[key])}" for key in OPTIONS if key in self.options]
         return "_".join([self.preset, *parts])
 
 
-def read_specs(presets: str | Sequence[str], shared: Mapping[str, Any]) -> tuple[Spec, ...]:
-    """Presets with their options; those in `shared` are for all that do not say otherwise."""
+def read_specs(presets: str | Sequence[str], shared: Mapping[str, Any]) -> tuple[ArtefactSpec, ...]:
+    """Parses presets with their options; `shared` options apply to presets that do not set them.
+
+    Raises RecipeError if there is no preset, an option is malformed, or two specs have the same folder.
+    """
     texts = _split(presets) if isinstance(presets, str) else tuple(presets)
     if not texts:
         raise RecipeError("no preset is given", fix="give --presets, such as w4a16,gguf-q4_k_m")
-    found = tuple(_spec(text, shared) for text in texts)
-    by_name: dict[str, Spec] = {}
-    for spec in found:
+    specs = tuple(_spec(text, shared) for text in texts)
+    by_name: dict[str, ArtefactSpec] = {}
+    for spec in specs:
         first = by_name.setdefault(spec.name.casefold(), spec)
         if first is not spec:
             raise RecipeError(
                 f"{first.text!r} and {spec.text!r} would both be written to {spec.name}", fix="leave one of them out"
             )
-    return found
+    return specs
 
 
 def _split(text: str) -> tuple[str, ...]:
-    """Presets with commas between them; an option after a comma (`group=64`) still belongs to the preset before it."""
-    found: list[str] = []
+    """Splits presets at commas; an option after a comma (`group=64`) still belongs to the preset before it."""
+    texts: list[str] = []
     for piece in (piece.strip() for piece in text.split(",")):
-        if found and "=" in piece.partition(":")[0]:
-            found[-1] += f",{piece}"
+        if texts and "=" in piece.partition(":")[0]:
+            texts[-1] += f",{piece}"
         else:
-            found.append(piece)
-    return tuple(found) if text.strip() else ()
+            texts.append(piece)
+    return tuple(texts) if text.strip() else ()
 
 
-def _spec(text: str, shared: Mapping[str, Any]) -> Spec:
+def _spec(text: str, shared: Mapping[str, Any]) -> ArtefactSpec:
     preset, colon, rest = text.strip().partition(":")
     if not preset or "," in preset or "=" in preset or (colon and not rest):
         raise RecipeError(f"{text[:60]!r} is not a preset with options", fix=EXAMPLE)
@@ -75,7 +78,7 @@ def _spec(text: str, shared: Mapping[str, Any]) -> Spec:
         if key not in OPTIONS:
             raise UnknownNameError(f"unknown option {key[:40]!r} of {text[:60]!r}", fix=suggest(key, OPTIONS))
         options[key] = _count(value, text) if key == "group" else value
-    return Spec(text.strip(), preset.strip(), {**shared, **options})
+    return ArtefactSpec(text.strip(), preset.strip(), {**shared, **options})
 
 
 def _count(value: str, text: str) -> int:
@@ -85,56 +88,56 @@ def _count(value: str, text: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """What is known of an artefact before it is made."""
+class ArtefactFacts:
+    """What is known about an artefact before it is made."""
 
     format: str
     calibrated: bool = False
     imatrix: str | None = None  # SHA-256 of the file, or auto
 
 
-def kind_of(spec: Spec, anatomy: Anatomy) -> Kind:
-    """Refuses what no model could be given; the message names the preset among many."""
+def facts_of(spec: ArtefactSpec, anatomy: Anatomy) -> ArtefactFacts:
+    """Returns the facts of an artefact. Raises QuantryError, which names the spec, for options that do not fit."""
     try:
         return _mixture(spec, anatomy) if spec.preset == AUTO else _uniform(spec)
     except QuantryError as error:
         raise type(error)(f"{spec.text}: {error.problem}", fix=error.fix) from error
 
 
-def _mixture(spec: Spec, anatomy: Anatomy) -> Kind:
-    from quantry.jobs.auto import mixture as mixing  # only a mixture needs it
+def _mixture(spec: ArtefactSpec, anatomy: Anatomy) -> ArtefactFacts:
+    from quantry.jobs.auto import mixture  # only a mixture needs it
 
     options = spec.options
     unused = {name: options.get(name) for name in ("group", "imatrix")}
-    form = mixing.check(options.get("budget"), options.get("format"), unused)
+    format_ = mixture.check(options.get("budget"), options.get("format"), unused)
     parse(options["budget"], parameters=anatomy.parameters)
-    from_options(ALIKE[form], None, None, form, None, transform=options.get("transform"))
+    from_options(SAMPLE_PRESETS[format_], None, None, format_, None, transform=options.get("transform"))
     if "gpu" in options:
         hardware(options["gpu"])
-    return Kind(form, calibrated=True)
+    return ArtefactFacts(format_, calibrated=True)
 
 
-def _uniform(spec: Spec) -> Kind:
+def _uniform(spec: ArtefactSpec) -> ArtefactFacts:
     options = spec.options
     if "budget" in options:
         raise RecipeError("a budget has no use without preset auto", fix=f"write auto:budget={options['budget'][:40]}")
     if "gpu" in options:
         raise RecipeError("a gpu has no use without preset auto", fix="leave it out, or use auto with a budget")
     names = ("format", "group", "rounder", "input_scales", "kv", "transform")
-    steps = from_options(spec.preset, None, None, *(options.get(name) for name in names))
-    given = options.get("imatrix")
-    if given in (None, "none"):
-        return Kind(steps.format, steps.calibrated)
-    if steps.format != GGUF:
-        raise RecipeError(f"imatrix has no use in format {steps.format}", fix="leave it out, or use a gguf preset")
-    if steps.transform:
-        raise RecipeError(f"imatrix has no use with {steps.transform}, which scales the inputs", fix="leave it out")
-    if given == AUTO:
-        return Kind(steps.format, True, AUTO)
-    return Kind(steps.format, steps.calibrated, importance.read(Path(given).expanduser()).sha256)
+    recipe = from_options(spec.preset, None, None, *(options.get(name) for name in names))
+    imatrix = options.get("imatrix")
+    if imatrix in (None, "none"):
+        return ArtefactFacts(recipe.format, recipe.calibrated)
+    if recipe.format != GGUF:
+        raise RecipeError(f"imatrix has no use in format {recipe.format}", fix="leave it out, or use a gguf preset")
+    if recipe.transform:
+        raise RecipeError(f"imatrix has no use with {recipe.transform}, which scales the inputs", fix="leave it out")
+    if imatrix == AUTO:
+        return ArtefactFacts(recipe.format, True, AUTO)
+    return ArtefactFacts(recipe.format, recipe.calibrated, importance.read(Path(imatrix).expanduser()).sha256)
 
 
 def _plain(key: str, value: Any) -> str:
-    """A value as a part of a file's name; a path by what it ends in."""
+    """Returns a value as a part of a file name; of a path, its last part."""
     words = Path(value).stem.replace(".", "-") if key == "imatrix" else str(value)
     return re.sub(r"[^A-Za-z0-9.+-]+", "-", words).strip("-.")

@@ -1,4 +1,4 @@
-"""The table of a sweep: a row for each artefact, which of them no other one beats, and the report of all."""
+"""The table of a sweep: one row per artefact, the frontier of the best ones, and the report."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -11,14 +11,14 @@ from quantry.report import Content, Row
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One line of the table: an artefact, or another tool's file. Names are the JSON names.
+    """One row of the table: an artefact, or another tool's file. Field names are the JSON names.
 
-    `kl` is of the decoded bytes, and so are the figures after it unless an engine was asked; `problem` says why some
-    are not there.
+    `kl` is of the decoded bytes; so are the figures after it, unless an engine was measured. `problem` says why figures
+    are missing.
     """
 
     name: str
-    spec: str  # as it was asked for
+    spec: str  # as the user wrote it
     peer: bool = False
     format: str | None = None
     bytes: int | None = None
@@ -33,18 +33,18 @@ class Outcome:
     perplexity: float | None = None
     perplexity_interval: tuple[float, float] | None = None
     verdict: str | None = None
-    frontier: bool = False  # no other one is smaller or as small, and better
+    frontier: bool = False  # no other row is as small and as good
     problem: str | None = None
 
     @property
     def judged(self) -> float | None:
-        """The KL that counts: as served, where an engine was asked."""
+        """The KL that counts: as served if an engine was measured, else of the decoded bytes."""
         return self.kl if self.served_kl is None else self.served_kl
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What came of a sweep, in the order in which it was asked for. Names are the JSON names."""
+    """The result of a sweep, in the order of the request. Field names are the JSON names."""
 
     model: str
     path: str
@@ -57,44 +57,44 @@ class Sweep:
 
     @property
     def complete(self) -> bool:
-        """Whether every artefact and every peer could be made and measured."""
+        """True if every artefact and every peer was made and measured."""
         return all(row.problem is None for row in self.rows)
 
     def ranked(self) -> tuple[Outcome, ...]:
-        """The rows from the worst KL to the best; those without one come last."""
+        """Returns the rows from the worst KL to the best; those without one come last."""
         return tuple(sorted(self.rows, key=lambda row: (row.judged is None, -(row.judged or 0.0), row.name)))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def marked(rows: Sequence[Outcome]) -> tuple[Outcome, ...]:
-    """The rows, with those marked that no other one beats: as small or smaller, and with as low a KL or a lower one."""
-    spots = {(row.bytes, row.judged) for row in rows if row.bytes is not None and row.judged is not None}
+def mark_frontier(rows: Sequence[Outcome]) -> tuple[Outcome, ...]:
+    """Marks the rows that no other row beats in size or KL without being worse in the other; equals do not beat."""
+    points = {(row.bytes, row.judged) for row in rows if row.bytes is not None and row.judged is not None}
 
-    def best(own: tuple[int | None, float | None]) -> bool:
-        """Equals do not beat each other."""
-        return own in spots and not any(one != own and one[0] <= own[0] and one[1] <= own[1] for one in spots)
+    def is_best(point: tuple[int | None, float | None]) -> bool:
+        others = (other for other in points if other != point)
+        return point in points and not any(other[0] <= point[0] and other[1] <= point[1] for other in others)
 
-    return tuple(replace(row, frontier=best((row.bytes, row.judged))) for row in rows)
+    return tuple(replace(row, frontier=is_best((row.bytes, row.judged))) for row in rows)
 
 
-def page(done: Sweep, provenance: Mapping[str, Any]) -> Content:
-    """The report of a sweep."""
-    problems = tuple(f"{row.name}: {row.problem}" for row in done.rows if row.problem)
+def report_content(result: Sweep, provenance: Mapping[str, Any]) -> Content:
+    """Returns the content of the report."""
+    problems = tuple(f"{row.name}: {row.problem}" for row in result.rows if row.problem)
     return Content(
-        title=f"{done.model} in {len(done.rows)} ways",
-        model=done.model,
-        rows=tuple(_row(row) for row in done.ranked() if row.bytes is not None),
-        noise_floor=done.noise_floor,
-        reference_perplexity=done.reference_perplexity,
-        gate=done.gate,
-        notes=(*problems, *done.notes),
+        title=f"{result.model} in {len(result.rows)} ways",
+        model=result.model,
+        rows=tuple(_report_row(row) for row in result.ranked() if row.bytes is not None),
+        noise_floor=result.noise_floor,
+        reference_perplexity=result.reference_perplexity,
+        gate=result.gate,
+        notes=(*problems, *result.notes),
         versions={"quantry": __version__, **{name: version(name) for name in ("torch", "transformers")}},
-        provenance={"text": dict(done.text), "artefacts": provenance},
+        provenance={"text": dict(result.text), "artefacts": provenance},
     )
 
 
-def _row(one: Outcome) -> Row:
-    names = {each.name for each in fields(Row)} & {each.name for each in fields(Outcome)}
-    return Row(**{name: getattr(one, name) for name in names})
+def _report_row(row: Outcome) -> Row:
+    names = {field.name for field in fields(Row)} & {field.name for field in fields(Outcome)}
+    return Row(**{name: getattr(row, name) for name in names})

@@ -1,4 +1,4 @@
-"""What is shown while a sweep goes on."""
+"""What a sweep shows while it runs."""
 
 from collections.abc import Callable
 
@@ -6,33 +6,31 @@ from quantry.jobs.sweep.table import Outcome
 from quantry.types import Progress
 
 
-class Telling:
-    """Which artefact of how many, and how far it is."""
+class JobProgress:
+    """Reports one job of a sweep: its number, its name, and how far it is."""
 
     def __init__(
         self, announce: Callable[[str], None] | None, progress: Progress | None, number: int, count: int, name: str
     ) -> None:
         self._announce, self._progress, self._number, self._count = announce, progress, number, count
         self._name = name
-        self.say("")
+        self.announce("")
 
-    def say(self, words: str) -> None:
+    def announce(self, words: str) -> None:
         if self._announce:
             self._announce(f"{self._number + 1} of {self._count}: {self._name} {words}".rstrip())
 
-    def inner(self, what: str) -> Progress | None:
-        """Progress of one job, as a share of it."""
-        if self._progress is None:
-            return None
+    def of(self, step: str) -> Progress | None:
+        """Returns a progress function for a step of the job, which shows its share."""
         report = self._progress
-
-        def tell(done: int, total: int, label: str) -> None:
-            report(self._number, self._count, f"{self._name}: {what}, {done / total if total else 0:.0%}, {label}")
-
-        return tell
+        if report is None:
+            return None
+        return lambda done, total, label: report(
+            self._number, self._count, f"{self._name}: {step}, {done / total if total else 0:.0%}, {label}"
+        )
 
     def end(self, row: Outcome) -> None:
         if row.problem:
-            self.say(f"is left out: {row.problem}")
+            self.announce(f"is left out: {row.problem}")
         if self._progress:
             self._progress(self._number + 1, self._count, self._name)

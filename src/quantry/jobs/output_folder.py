@@ -1,0 +1,106 @@
+"""The folder of a job that writes several artefacts (run, sweep): its note, its lock, and artefacts of earlier jobs."""
+
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantry import __version__
+from quantry.errors import OutputError
+from quantry.models.workspace import check_target
+from quantry.models.writer import write_atomically
+from quantry.storage import ARTEFACT_FILE
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFolder:
+    """The folder of a job; the note JOB.json, with what was asked and done, makes a folder one of this job."""
+
+    path: Path
+    job: str  # run or sweep
+    others: tuple[str, ...] = ()  # files that the job may write before its first artefact
+
+    @property
+    def note(self) -> Path:
+        return self.path / f"{self.job}.json"
+
+    def check(self) -> None:
+        """Raises OutputError unless the folder is new, empty or of an earlier job of this kind."""
+        names = (self.note.name, *self.others)
+        ours = {f"{self.job}.lock", *names, *(f"{name}.partial" for name in names)}
+        present = {file.name for file in self.path.iterdir()} if self.path.is_dir() else set()
+        if self.note.name not in present and not present <= ours:
+            raise OutputError(
+                f"{self.path} is not empty and holds no {self.note.name}",
+                fix=f"choose another output, or the folder of a {self.job}",
+            )
+        if not present:
+            check_target(self.path)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other jobs out. Raises OutputError if one is at work, or if the disk fails meanwhile."""
+        file = self.path / f"{self.job}.lock"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with file.open("w") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:
+                    raise OutputError(
+                        f"another {self.job} is writing {self.path}", fix="wait for it or choose another output"
+                    ) from error
+                try:
+                    yield
+                finally:
+                    file.unlink(missing_ok=True)
+        except OSError as error:
+            raise OutputError(
+                f"cannot write {error.filename or self.path}: {error.strerror}",
+                fix="fix that and run the same command again",
+            ) from error
+
+    def read_note(self) -> dict[str, Any]:
+        """Reads the note; returns an empty one if there is none. Raises OutputError if it is damaged."""
+        return read_object(self.note) if self.note.exists() else {}
+
+    def write_note(self, **content: Any) -> None:
+        """Writes the note, whole or not at all."""
+        write_json(self.note, {"quantry": __version__, **content})
+
+
+def write_json(file: Path, content: Any) -> None:
+    """Writes a JSON file, whole or not at all."""
+    write_atomically(file, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Reads a JSON object. Raises OutputError if the file is missing or damaged."""
+    try:
+        content = json.loads(file.read_bytes())
+    except FileNotFoundError as error:
+        raise OutputError(f"{file.parent} has no {file.name}", fix=f"remove {file.parent} to write it again") from error
+    except (ValueError, RecursionError) as error:
+        raise damaged(file) from error
+    if not isinstance(content, dict):
+        raise damaged(file)
+    return content
+
+
+def read_artefact(folder: Path) -> dict[str, Any]:
+    """Reads an artefact's quantry.json. Raises OutputError if it or a file of the artefact is missing or damaged."""
+    content = read_object(folder / ARTEFACT_FILE)
+    try:
+        whole = all((folder / name).stat().st_size == file["bytes"] for name, file in content["files"].items())
+    except (KeyError, TypeError, AttributeError, OSError) as error:
+        raise damaged(folder) from error
+    if not whole:
+        raise damaged(folder)
+    return content
+
+
+def damaged(path: Path) -> OutputError:
+    return OutputError(f"{path} is damaged", fix=f"remove {path if path.is_dir() else path.parent} to write it again")

@@ -1,0 +1,176 @@
+"""What a sweep has made and measured so far: sweep.json, from which a later run continues."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from quantry.errors import OutputError
+from quantry.formats.gguf import NAME as GGUF
+from quantry.jobs import artefact_report
+from quantry.jobs.output_folder import damaged, read_artefact
+from quantry.jobs.quantize import quantize
+from quantry.jobs.sweep.plan import SweepJob, SweepPlan
+from quantry.jobs.sweep.progress import JobProgress
+from quantry.jobs.sweep.table import Outcome, Sweep, mark_frontier
+from quantry.models.anatomy import dissect
+from quantry.models.identity import identity
+from quantry.models.reader import open_checkpoint
+from quantry.proof.verify import verify
+from quantry.types import Proof
+
+FIGURES = tuple(name for key in ("kl", "served_kl", "top1", "perplexity") for name in (key, f"{key}_interval"))
+COMMON = ("reference_perplexity", "noise_floor")  # equal in all proofs of a sweep
+SIZES = ("format", "bytes", "bits_per_weight")
+
+
+class SweepState:
+    """The record of every job by name: `asked` before it starts, then what was `made`, its `sizes` and its `proof`."""
+
+    def __init__(self, plan: SweepPlan) -> None:
+        self._plan = plan
+        self._records = self._read()
+        self._problems: dict[str, str] = {}
+        for job in plan.jobs:
+            self._check(job)
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        content = self._plan.folder.read_note()
+        if not content:
+            return {}
+        if content.get("identity") != self._plan.identity:
+            raise OutputError(
+                f"{self._plan.folder.path} is a sweep of another model, {str(content.get('model'))[:40]}",
+                fix="choose another output",
+            )
+        records = content.get("jobs")
+        if not isinstance(records, dict) or not all(isinstance(record, dict) for record in records.values()):
+            raise damaged(self._plan.folder.note)
+        return records
+
+    def _check(self, job: SweepJob) -> None:
+        """Raises OutputError if the folder of a job holds an artefact of another request."""
+        out = Path(job.target)
+        present = next((path for path in (out, out.with_name(f"{job.name}.partial")) if path.exists()), None)
+        if present is None or job.peer:
+            return
+        record = self._records.get(job.name, {})
+        if record.get("asked") != _as_json(job.request):
+            raise OutputError(
+                f"{present} was made with {_difference(record.get('asked'), job.request)}",
+                fix="choose another output, or remove it to have it made anew",
+            )
+        if out.exists() and record.get("made", _digest(out)) != _digest(out):
+            raise OutputError(f"{out} is not what the sweep wrote", fix="remove it to have it made anew")
+
+    def quantize(self, job: SweepJob, shown: JobProgress) -> None:
+        """Writes an artefact unless it exists; reads the size and format of another tool's file."""
+        if job.peer:
+            made, sizes = _peer_sizes(job.target, self._plan.parameters)
+        else:
+            if not Path(job.target).exists():
+                self._records[job.name] = {"asked": _as_json(job.request)}
+                self.write(self._plan.empty)
+                quantize(self._plan.model, job.target, **job.quantize or {}, progress=shown.of("quantizing"))
+            card = read_artefact(Path(job.target))
+            made, sizes = _digest(Path(job.target)), {key: card[key] for key in SIZES}
+        record = self._records.setdefault(job.name, {})
+        if record.get("made", made) != made:
+            record.clear()  # another file under a known name
+        record |= {"made": made, "sizes": sizes}
+
+    def verify(self, job: SweepJob, shown: JobProgress) -> None:
+        """Measures an artefact and writes its report, unless it was measured on the same text in the same way."""
+        record = self._records[job.name]
+        if "proof" in record and record.get("measure") == _as_json(job.measure):
+            shown.announce("is made and measured already")
+            return
+        record.pop("proof", None)
+        proof = verify(job.target, reference=self._plan.model, **job.verify, progress=shown.of("verifying"))
+        record |= {"measure": _as_json(job.measure), "proof": _kept_proof(proof)}
+        if not job.peer:  # before the record, so that every recorded artefact has its report
+            artefact_report.write(Path(job.target), artefact_report.content_of(Path(job.target)))
+        self.write(self._plan.empty)
+
+    def refuse(self, job: SweepJob, problem: str) -> None:
+        """Records why a job failed."""
+        self._problems[job.name] = problem
+        self._records.setdefault(job.name, {})
+
+    def outcome(self, job: SweepJob) -> Outcome:
+        """Returns the row of a job, with the figures that this run has."""
+        record = self._records[job.name]
+        sizes, proof = record.get("sizes", {}), record.get("proof", {})
+        row = Outcome(job.name, job.text, job.peer, problem=self._problems.get(job.name), **sizes)
+        if row.bytes is None or not proof:
+            return row
+        measured = artefact_report.measured(job.name, row.bytes, proof)
+        figures = {name: getattr(measured, name) for name in FIGURES}
+        return replace(row, **figures, engine=(proof["served"] or {}).get("engine"), verdict=proof["verdict"])
+
+    def result(self) -> Sweep:
+        """Returns the whole table."""
+        records = [self._records[job.name] for job in self._plan.jobs]
+        proofs = [record["proof"] for record in records if "proof" in record]
+        empty = self._plan.empty
+        return replace(
+            empty,
+            rows=mark_frontier([self.outcome(job) for job in self._plan.jobs]),
+            notes=tuple(dict.fromkeys([*empty.notes, *(note for proof in proofs for note in proof["notes"])])),
+            **{key: proofs[0][key] for key in COMMON if proofs},
+        )
+
+    def provenance(self) -> dict[str, Any]:
+        """Returns the request of each artefact, and the hashes of its files."""
+        made = [job for job in self._plan.jobs if not job.peer and "made" in self._records[job.name]]
+        return {job.name: {"asked": dict(job.request), "files": _hashes(Path(job.target))} for job in made}
+
+    def write(self, result: Sweep) -> None:
+        """Writes sweep.json: the table so far and the records; no paths of this machine."""
+        table = {key: value for key, value in result.to_dict().items() if key != "path"}
+        self._plan.folder.write_note(**table, identity=self._plan.identity, jobs=self._records)
+
+
+def _peer_sizes(target: str | Path, parameters: int) -> tuple[str, dict[str, Any]]:
+    """Returns the identity of another tool's file, and its size; bits are per weight of the 16-bit model."""
+    checkpoint = open_checkpoint(target)
+    anatomy = dissect(checkpoint)
+    method = anatomy.quantization.method if anatomy.quantization and anatomy.format != GGUF else anatomy.format
+    sizes = {"format": method, "bytes": anatomy.bytes, "bits_per_weight": round(8 * anatomy.bytes / parameters, 4)}
+    return identity(checkpoint), sizes
+
+
+def _digest(artefact: Path) -> str:
+    """Returns a hash of what quantry.json says about an artefact, without its proof."""
+    card = read_artefact(artefact)
+    try:
+        facts = {key: card[key] for key in ("quantry", "preset", *SIZES, "recipe", "files")}
+    except KeyError as error:
+        raise damaged(artefact) from error
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _hashes(artefact: Path) -> dict[str, str]:
+    return {name: file["sha256"] for name, file in read_artefact(artefact)["files"].items()}
+
+
+def _kept_proof(proof: Proof) -> dict[str, Any]:
+    """Returns the part of a proof that sweep.json keeps."""
+    kept = ("kl", "top1", "perplexity", "intervals", "served", "verdict", *COMMON, "notes")
+    return {key: value for key, value in proof.to_dict().items() if key in kept}
+
+
+def _as_json(facts: Mapping[str, Any]) -> Any:
+    """Returns facts in the form that they have when they are read from a file."""
+    return json.loads(json.dumps(facts, default=str))
+
+
+def _difference(before: Any, now: Mapping[str, Any]) -> str:
+    """Names the first fact that changed."""
+    if not isinstance(before, dict):
+        return "another request, which is not noted"
+    wanted = _as_json(now)
+    key = next(key for key in sorted({*before, *wanted}) if before.get(key) != wanted.get(key))
+    return f"another {key}, {str(before.get(key))[:20]} instead of {str(wanted.get(key))[:20]}"
