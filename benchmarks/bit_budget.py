@@ -4,7 +4,7 @@
         [--only rank,gguf,folder,sizes] [--peers llamacpp=BIN_FOLDER] [--vllm PYTHON] [--work FOLDER]
         [--pairs 90 --rank-windows 4 --device cpu|cuda] [-o benchmarks/results/bit_budget.json [--resume]]
 
-rank    the damage that `harm.sensitivity` predicts from CALIBRATION against the KL on TEST of the model with that one
+rank    the damage that `sensitivity` predicts from CALIBRATION against the KL on TEST of the model with that one
         layer rounded, in float32 and over the whole vocabulary. Of all layers in three grids each, some are drawn; an
         embedding or a head outside the blocks is always among them. The rounding is the one that was predicted from,
         without a transform.
@@ -48,8 +48,8 @@ from quantry.blockwise.skeleton import WeightSource  # noqa: E402
 from quantry.blockwise.taps import Place  # noqa: E402
 from quantry.blockwise.walk import Block, Walk, run  # noqa: E402
 from quantry.errors import QuantryError  # noqa: E402
-from quantry.jobs.auto import sensitivity as harm  # noqa: E402
-from quantry.jobs.auto.choices import FORMATS, Part, Planned, Way  # noqa: E402
+from quantry.jobs.auto import damage, sensitivity  # noqa: E402
+from quantry.jobs.auto.choices import FORMATS, LayerChoices, StorageChoice  # noqa: E402
 from quantry.models.anatomy import sixteen_bit  # noqa: E402
 from quantry.models.reader import local_folder, open_checkpoint  # noqa: E402
 from quantry.models.tokenizer import load_tokenizer  # noqa: E402
@@ -57,8 +57,8 @@ from quantry.models.weights import PlainWeights  # noqa: E402
 from quantry.proof.divergence import full_kl  # noqa: E402
 from quantry.proof.text import default_text, read_text  # noqa: E402
 from quantry.proof.text import windows as cut  # noqa: E402
-from quantry.quantizing.calibration.per_block import tensor_of  # noqa: E402
 from quantry.quantizing.recipe import preset  # noqa: E402
+from quantry.quantizing.slices import tensor_of, view  # noqa: E402
 from quantry.types import Activation  # noqa: E402
 
 if TYPE_CHECKING:  # it needs the packages of llama.cpp's peers, which a machine for the rank may lack
@@ -270,25 +270,25 @@ class Drawing:
     def __init__(self, source: WeightSource, ladder: Sequence[Sequence[str]], count: int) -> None:
         self.source, self._ladder, self._count = source, ladder, count
         self._kept: dict[tuple[str, str], list[Tensor]] = {}
-        self._drawn: list[tuple[Planned, Way]] = []
+        self._drawn: list[tuple[LayerChoices, StorageChoice]] = []
         self._keeps = True
         self.pairs: list[Pair] = []
 
     def predicted(self, model: Path, form: str, options: argparse.Namespace) -> list[float]:
-        """The damage that `harm.sensitivity` predicts for each pair."""
+        """The damage that `sensitivity` predicts for each pair."""
         how = {"format": form, "data": options.data, "samples": options.samples, "length": options.length}
-        anew = patch.object(harm, "_stored", lambda path: None)  # what was predicted before has no roundings
-        with anew, patch.object(harm, "among", self._among):
-            with patch.object(harm, "ROWS", 1 << 60):  # layers that are rounded whole, to be measured
-                harm.sensitivity(model, device=options.device, **how)
+        anew = patch.object(sensitivity.Sensitivity, "from_dict", _nothing)  # an earlier run has no roundings
+        with anew, patch.object(sensitivity, "limited", self._drawn_choices):
+            with patch.object(damage, "ROWS", 1 << 60):  # layers are rounded whole, to be measured
+                sensitivity.sensitivity(model, device=options.device, **how)
             self._keeps = False
-            found = harm.sensitivity(model, device=options.device, **how)
+            found = sensitivity.sensitivity(model, device=options.device, **how)
         self.pairs = [self._pair(layer, way) for layer, way in self._drawn]
         damages = {(layer.name, one.name): one.damage for layer in found.layers for one in layer.candidates}
         return [damages[pair.layer, pair.grid] for pair in self.pairs]
 
-    def _among(self, layers: Sequence[Planned], _: Sequence[str] | None) -> list[Planned]:
-        """In place of what `sensitivity` would try: the drawn ways alone, each with its rounding kept."""
+    def _drawn_choices(self, layers: Sequence[LayerChoices], _: Sequence[str] | None) -> list[LayerChoices]:
+        """In place of what `sensitivity` would try: the drawn choices alone, each with its rounding kept."""
         all_ways = [(layer, way) for layer in layers for way in _rungs(layer, self._ladder)]
         inside = [one for one in all_ways if one[0].block is not None]
         drawn = random.Random(SEED).sample(inside, min(self._count, len(inside)))
@@ -297,45 +297,43 @@ class Drawing:
         wanted = {(layer.name, way.name) for layer, way in self._drawn}
         cut_down = [
             replace(
-                layer, ways=tuple(self._noted(layer, way) for way in layer.ways if (layer.name, way.name) in wanted)
+                layer,
+                choices=tuple(self._noted(layer, way) for way in layer.choices if (layer.name, way.name) in wanted),
             )
             for layer in layers
         ]
-        return [layer for layer in cut_down if layer.ways]
+        return [layer for layer in cut_down if layer.choices]
 
-    def _noted(self, layer: Planned, way: Way) -> Way:
+    def _noted(self, layer: LayerChoices, way: StorageChoice) -> StorageChoice:
         kept = self._kept.setdefault((layer.name, way.name), [])
 
         def make(*given: Any) -> Tensor:
-            decoded = way.make(*given)
+            decoded = way.round(*given)
             if self._keeps:
                 kept.append(decoded.float().cpu())
             return decoded
 
-        return replace(way, make=make)
+        return replace(way, round=make)
 
-    def _pair(self, layer: Planned, way: Way) -> Pair:
+    def _pair(self, layer: LayerChoices, way: StorageChoice) -> Pair:
         tensors: dict[str, Tensor] = {}
-        for piece, decoded in zip(layer.parts, self._kept[layer.name, way.name], strict=True):
+        for piece, decoded in zip(layer.slices, self._kept[layer.name, way.name], strict=True):
             name = tensor_of(piece)
             if name not in tensors:
                 tensors[name] = self.source.read(name).float()
-            _within(tensors[name], piece).copy_(decoded)
+            view(tensors[name], piece).copy_(decoded)
         activation = preset(str(way.rule["preset"])).scheme.activation if way.noise else None
         return Pair(layer.name, layer.part, layer.block, way.name, tensors, activation)
 
 
-def _rungs(layer: Planned, ladder: Sequence[Sequence[str]]) -> Iterator[Way]:
-    ways = {way.name: way for way in layer.ways}
+def _rungs(layer: LayerChoices, ladder: Sequence[Sequence[str]]) -> Iterator[StorageChoice]:
+    ways = {way.name: way for way in layer.choices}
     for rung in ladder:
         yield from [ways[name] for name in rung if name in ways][:1]
 
 
-def _within(tensor: Tensor, part: Part) -> Tensor:
-    """The part of a tensor as a view, the way that `makers.matrix` takes it out."""
-    tensor = tensor if part.expert is None else tensor[part.expert]
-    tensor = tensor.t() if part.flip else tensor
-    return tensor[slice(*part.rows)] if part.rows else tensor
+def _nothing(content: Any) -> Any:
+    raise ValueError("measured anew")
 
 
 @torch.no_grad()
@@ -635,7 +633,7 @@ def sizes(options: argparse.Namespace, results: Results) -> None:
 def _budgets(form: str) -> list[int]:
     """The middles of equal parts of what lies between the smallest and the largest choice."""
     checkpoint = open_checkpoint("demo")
-    items = harm.unmeasured(checkpoint, sixteen_bit(checkpoint), form, None).items()
+    items = sensitivity.unmeasured(checkpoint, sixteen_bit(checkpoint), sensitivity.Method(form, "gptq")).items()
     low, high = (sum(pick(option.bytes for option in item.options) for item in items) for pick in (min, max))
     return [low + (high - low) * (2 * number + 1) // (2 * BUDGETS) for number in range(BUDGETS)]
 

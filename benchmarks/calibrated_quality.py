@@ -49,7 +49,7 @@ from quantry.models.anatomy import dissect  # noqa: E402
 from quantry.models.parts import block_of  # noqa: E402
 from quantry.models.reader import local_folder, open_checkpoint  # noqa: E402
 from quantry.models.tokenizer import load_tokenizer  # noqa: E402
-from quantry.quantizing.calibration.text import Data, load  # noqa: E402
+from quantry.quantizing.calibration.text import CalibrationText, load  # noqa: E402
 from verify_presets import FIGURES  # noqa: E402
 
 OURS, LLMC, GPTQMODEL, LLAMACPP = "quantry", "llmcompressor", "gptqmodel", "llamacpp"
@@ -224,7 +224,9 @@ class Bench:
         self._parameters = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors)
         tokenizer = load_tokenizer(self._model)
         context = dissect(checkpoint).context_length
-        self.data: Data = load(options.data, tokenizer, samples=options.samples, length=options.length, context=context)
+        self.data: CalibrationText = load(
+            options.data, tokenizer, samples=options.samples, length=options.length, context=context
+        )
         self._windows, self._text = self._work / "windows.json", self._work / "windows.txt"
         self._windows.write_text(json.dumps(self.data.tokens))
         skipped = int(self.data.bos is not None)
@@ -412,7 +414,7 @@ def _product_speed(size: int = 3072) -> float:
     return 2 * size**3 / best
 
 
-def _operations(model: Path, data: Data) -> dict[str, float]:
+def _operations(model: Path, data: CalibrationText) -> dict[str, float]:
     """Multiplications and additions: of the walk, the Gram matrices, their factors, and GPTQ's updates."""
     tokens, count = data.count, dict.fromkeys(("walk", "gram", "factor", "gptq"), 0.0)
     for tensor in open_checkpoint(model).tensors:

@@ -27,7 +27,7 @@ from quantry.planning.memory.terms import CacheType
 from quantry.planning.models import from_config, open_model
 from quantry.planning.speed.throughput import Factors, Place, factor_rows, prompt_seconds, read_factors, step_seconds
 from quantry.planning.speed.work import Work, work_of
-from quantry.quantizing.recipe import from_options
+from quantry.quantizing.recipe import build
 from quantry.types import Checkpoint
 
 HERE = Path(__file__).parent
@@ -135,7 +135,7 @@ def _points(row: Mapping[str, Any]) -> list[Point]:
 
 @cache
 def _work(model: str, changes: str, preset: str, form: str | None) -> Work:
-    return work_of(_checkpoint(model, changes), from_options(preset, None, None, form, None))
+    return work_of(_checkpoint(model, changes), build({"preset": preset, "format": form}))
 
 
 @cache

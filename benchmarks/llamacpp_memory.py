@@ -30,7 +30,6 @@ from quantry.planning.memory.footprint import Settings, footprint  # noqa: E402
 from quantry.planning.models import from_config, open_model  # noqa: E402
 from quantry.quantizing.containers import gguf_file  # noqa: E402
 from quantry.quantizing.recipe import Recipe, presets  # noqa: E402
-from quantry.quantizing.tensor_plan import Assemble  # noqa: E402
 from quantry.types import Checkpoint, Workload  # noqa: E402
 
 MIB = 1 << 20
@@ -46,16 +45,16 @@ REAL = [(512, 1, "f16"), (2048, 2, "q8_0")]
 
 def hollow(checkpoint: Checkpoint, recipe: Recipe, file: Path) -> None:
     """A GGUF file with the header that Quantry would write, and no data."""
-    division = gguf_file.divide(checkpoint, recipe)
+    plan = gguf_file.plan_gguf(checkpoint, recipe)
     writer = GGUFWriter(path=None, arch=family(checkpoint.config).architecture)
-    found = [piece.target for piece in division.pieces if isinstance(piece, Assemble)]
+    found = [piece.target for piece in plan.gguf_tensors()]
     with tempfile.TemporaryDirectory() as empty:
         number = mixture.FILE_TYPES[str(recipe.preset.file_type)].number
         metadata.describe(writer, Path(empty), checkpoint.config, found, "hollow", number)
     writer.add_tokenizer_model("none")
     if not any(key.endswith(".vocab_size") for key in writer.kv_data[0]):
         writer.add_vocab_size(text_config(checkpoint.config)["vocab_size"])
-    entries = [entry for piece in division.pieces for entry in piece.entries]
+    entries = [entry for piece in plan.pieces for entry in piece.entries]
     header = gguf_file.GgufFile("hollow", writer.kv_data[0], {}).header(0, [entries])
     data = sum(-(-nbytes(kind, shape) // 32) * 32 for _, kind, shape in entries)
     with file.open("wb") as target:

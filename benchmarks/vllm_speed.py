@@ -20,11 +20,9 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 from measure import keep  # noqa: E402
-from quantry import registry  # noqa: E402
-from quantry.models.attention import block_count  # noqa: E402
 from quantry.planning.models import from_config, known_models  # noqa: E402
-from quantry.quantizing.recipe import CAST, from_options  # noqa: E402
-from quantry.quantizing.tensor_plan import divide  # noqa: E402
+from quantry.quantizing.recipe import build  # noqa: E402
+from quantry.quantizing.targets import FolderTarget  # noqa: E402
 
 STEPS = 64
 GIB = 1 << 30
@@ -72,15 +70,11 @@ def folder_of(work: Path, shape: str, preset: str, form: str | None, setup: str)
     base, changes = SHAPES[shape]
     config = {**known_models()[base].config, **changes}
     checkpoint = from_config(config, shape)
-    recipe = from_options(preset, None, None, form, None)
-    module = None if recipe.format == CAST else registry.load("quantry.formats", recipe.format)
-    division = divide(checkpoint, recipe, block_count(config), module, False)
-    dtype = {"bf16": "bfloat16", "f16": "float16"}[division.dtype]
-    settings = {"quantization_config": module.config(division.assignment, division.kept)} if module else {}
+    target = FolderTarget(checkpoint, build({"preset": preset, "format": form}))
+    files = dict(target.container(Path("nowhere")).companions([[]]))
     folder = work / "-".join(filter(None, (shape, preset, form, setup)))
     folder.mkdir(parents=True, exist_ok=True)
-    whole = {**config, "dtype": dtype, **settings}
-    (folder / "config.json").write_text(json.dumps(whole))
+    (folder / "config.json").write_bytes(files["config.json"])
     return folder
 
 

@@ -17,14 +17,13 @@ from typing import Any
 import quantry
 from quantry.quantizing import recipe
 from quantry.quantizing.calibration import distillation
-from quantry.quantizing.calibration import per_block as inputs
-from quantry.quantizing.calibration.resumable_walk import Passage
+from quantry.quantizing.calibration.per_block import BlockCalibration
 from quantry.quantizing.calibration.store import Statistics
 
 
 def main(job: dict[str, Any]) -> None:
     calibration, training = Clock(), Clock()
-    for owner, name in ((Statistics, "observed"), (Passage, "block"), (inputs, "collect")):
+    for owner, name in ((BlockCalibration, "leave"), (Statistics, "observed"), (Statistics, "collect")):
         setattr(owner, name, calibration.timed(getattr(owner, name)))
     distillation.distil = training.timed(distillation.distil)
     options = dict(job["options"])

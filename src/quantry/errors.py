@@ -1,11 +1,12 @@
-"""The one family of errors a user sees: a line that says what was found, what is allowed and how to mend it.
+"""The errors that a user sees: one line with the value, the limit and the fix.
 
-The command line prints the message without a traceback and exits with `exit_code`. Anything else that escapes is a bug.
+The command line prints the message without a traceback and exits with `exit_code`. Any other escaping exception is a
+bug.
 """
 
 
 class QuantryError(Exception):
-    """Base of all errors caused by input or environment rather than by a bug."""
+    """Base of all errors caused by input or environment, not by a bug."""
 
     exit_code = 2
 
@@ -16,15 +17,15 @@ class QuantryError(Exception):
 
 
 class ModelNotFoundError(QuantryError):
-    """The model argument names nothing that can be read."""
+    """The model argument does not name a readable model."""
 
 
 class CheckpointError(QuantryError):
-    """A checkpoint file is damaged, inconsistent or of a kind that is not read."""
+    """A checkpoint file is damaged, inconsistent or of an unsupported kind."""
 
 
 class ConfigError(QuantryError):
-    """A `config.json` (or the metadata of a GGUF) is unreadable or lacks what is needed."""
+    """A `config.json`, or the metadata of a GGUF, is unreadable or incomplete."""
 
 
 class UnknownNameError(QuantryError):
@@ -32,11 +33,11 @@ class UnknownNameError(QuantryError):
 
 
 class HubError(QuantryError):
-    """The model hub refused or could not be reached."""
+    """The model hub refused a request or could not be reached."""
 
 
 class RecipeError(QuantryError):
-    """A preset, recipe or combination of options that cannot be carried out."""
+    """A preset, recipe or combination of options cannot be carried out."""
 
 
 class OutputError(QuantryError):
@@ -44,4 +45,4 @@ class OutputError(QuantryError):
 
 
 class WeightError(QuantryError):
-    """A tensor whose values or shape do not suit what is asked for."""
+    """A tensor has values or a shape that the job cannot use."""

@@ -12,6 +12,8 @@ Open rooms are `quantry.rounders`, `quantry.fits`, `quantry.transforms`, `quantr
 plug-in of another package is held to the same contract and cannot take the name of a built-in one.
 """
 
+import ast
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
@@ -19,6 +21,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from quantry.errors import QuantryError, UnknownNameError
 
@@ -56,6 +59,23 @@ def location(package: str, name: str) -> Path:
     if spec is None or spec.origin is None:
         raise QuantryError(f"{module} cannot be found", fix=f"remove the package that adds {name}")
     return Path(spec.origin)
+
+
+@cache
+def facts(package: str, name: str) -> dict[str, Any]:
+    """Returns the literal constants in capitals that a plug-in declares, read from its source: nothing is imported.
+
+    So planning learns what a rounder needs without importing torch.
+    """
+    declared: dict[str, Any] = {}
+    for statement in ast.parse(location(package, name).read_text(encoding="utf-8")).body:
+        if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
+            continue
+        for target in [statement.target] if isinstance(statement, ast.AnnAssign) else statement.targets:
+            if isinstance(target, ast.Name) and target.id.isupper():
+                with suppress(ValueError):  # not a literal
+                    declared[target.id] = ast.literal_eval(statement.value)
+    return declared
 
 
 def suggest(name: str, known: tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""The shared nouns. Plain frozen data: every package may import this file, and it imports none of them."""
+"""The shared nouns: plain frozen data that every room may import; this file imports none of them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -14,7 +14,7 @@ LayerKind = Literal["full", "sliding", "mla", "recurrent"]
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One stored tensor as its file's header describes it; no data is read."""
+    """One stored tensor, as the header of its file describes it."""
 
     name: str
     dtype: str  # as the format spells it: "BF16", "F8_E4M3", "Q4_K", ...
@@ -32,8 +32,8 @@ class TensorInfo:
 class Checkpoint:
     """A model on disk or on a hub, by its headers and small files.
 
-    `config` speaks the language of Hugging Face's config.json whatever the format; `metadata` is what the format itself
-    carries (GGUF key-values). `read(file, start, length)` gives bytes of any of its `files`.
+    `config` has the keys of Hugging Face's config.json whatever the format; `metadata` holds the format's own (GGUF
+    key-values). `read(file, start, length)` returns bytes of any of its `files`.
     """
 
     source: str
@@ -49,7 +49,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How a checkpoint is already quantized; `bits` is the nominal width of a quantized weight."""
+    """How a checkpoint is quantized; `bits` is the nominal width of a quantized weight."""
 
     method: str
     bits: float
@@ -58,7 +58,7 @@ class Quantization:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One kind of thing in a model: all embeddings, all attention projections, all norms, ..."""
+    """All tensors of one kind in a model: embeddings, attention projections, norms, ..."""
 
     name: str
     tensors: int
@@ -69,7 +69,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class KVLayers:
-    """The layers that keep their past in the same way, and what a 16-bit cache costs them together."""
+    """Layers with the same kind of cache, and what a 16-bit cache costs them together."""
 
     kind: LayerKind
     layers: int
@@ -80,12 +80,12 @@ class KVLayers:
 
 @dataclass(frozen=True, slots=True)
 class Anatomy:
-    """What `quantry inspect` knows of a model. Field names are the JSON names."""
+    """What `quantry inspect` reports of a model. Field names are the JSON names."""
 
     source: str
     format: str
     architecture: str
-    parameters: int  # tied weights once; packed weights by what they stand for; scales and buffers not at all
+    parameters: int  # tied weights count once, packed weights by what they stand for, scales and buffers not at all
     bytes: int
     bits_per_weight: float
     tensors: int
@@ -115,10 +115,10 @@ class Grid:
     """The values a weight or an activation may take, and how many of them share a scale.
 
     `block` is the (rows, columns) that share one scale, 0 meaning all of them: (0, 0) the tensor, (1, 0) a channel or a
-    token, (1, 64) a group, (128, 128) a block. `e2m1` with `e8m0` scales is MXFP4, with `e4m3` scales and one float32
-    scale for the whole tensor NVFP4. `nf4` and `fp4` are bitsandbytes' code books over the flattened tensor; `nested`
-    says that their scales are quantized once more. `bf16` and `f16` are plain casts without a scale.
-    The names of ggml's block types stand for their whole layout, scales of scales included.
+    token, (1, 64) a group, (128, 128) a block. `e2m1` with `e8m0` scales is MXFP4; with `e4m3` scales and one float32
+    scale for the whole tensor it is NVFP4. `nf4` and `fp4` are bitsandbytes' code books over the flattened tensor;
+    `nested` quantizes their scales as well. `bf16` and `f16` are plain casts without a scale. The names of ggml's block
+    types stand for their whole layout, including scales of scales.
     """
 
     kind: GridKind
@@ -134,13 +134,13 @@ class Grid:
 
     @property
     def spans_tensor(self) -> bool:
-        """Whether there is a scale for the whole tensor, which layers that an engine fuses must share."""
+        """Says if a scale covers the whole tensor; layers that an engine fuses must share it."""
         return self.block == (0, 0) or self.scale == "e4m3"
 
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """How an engine quantizes the input of a layer; `dynamic` means scales are found as it runs."""
+    """How an engine quantizes the input of a layer; `dynamic` means that it computes scales while it runs."""
 
     grid: Grid
     dynamic: bool = True
@@ -148,20 +148,20 @@ class Activation:
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """What becomes of a linear layer: the grid of its weight, and of its input if that is quantized too."""
+    """The grid of a linear layer's weight, and of its input if that is quantized too."""
 
     weight: Grid
     activation: Activation | None = None
 
     @property
     def static(self) -> Activation | None:
-        """How its input is quantized, where that is with a scale that is stored."""
+        """How the input is quantized, if with a stored scale."""
         return None if self.activation is None or self.activation.dynamic else self.activation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Nested:
-    """Scales that are themselves quantized, as bitsandbytes does: value = table[code] * absmax[block] + offset."""
+    """Scales that are quantized themselves, as in bitsandbytes: value = table[code] * absmax[block] + offset."""
 
     codes: "Tensor"  # uint8, one a scale
     absmax: "Tensor"  # float32, one for `block` scales
@@ -171,10 +171,10 @@ class Nested:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Params:
-    """What a fit finds for a weight: scales in their stored dtype, and what goes with them.
+    """A fit's result for a weight: scales in their stored dtype, zero points, outer scales.
 
-    `scale` has the shape of the weight cut by `grid.block`, (rows / block rows, columns / block columns), rounded up;
-    for nf4 and fp4 it is flat, and holds the values that the nested codes decode to. e8m0 scales are uint8 exponents.
+    `scale` has the shape (rows / block rows, columns / block columns), rounded up; for nf4 and fp4 it is flat and holds
+    the values that the nested codes decode to. e8m0 scales are uint8 exponents.
     """
 
     scale: "Tensor"
@@ -185,7 +185,7 @@ class Params:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QTensor:
-    """A quantized weight: one code for each weight, not packed. Rounders make it, formats store it.
+    """A quantized weight with one code per weight, not packed. Rounders make it, formats store it.
 
     Codes: `int` int8 in [-2**(bits-1), 2**(bits-1) - 1], weight = (code - zero) * scale; e4m3 and e5m2 the torch float8
     dtypes; e2m1 uint8 0..15 (sign in bit 3); nf4 and fp4 uint8 indices into the code book, in the shape of the weight.
@@ -194,6 +194,7 @@ class QTensor:
     grid: Grid
     codes: "Tensor"
     params: Params
+    input_scale: "Tensor | None" = None  # (1,), of a layer whose input is quantized with a stored scale
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -202,7 +203,7 @@ class QTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stats:
-    """What calibration saw of one input that some linear layers share; `gram` and the means are over its tokens."""
+    """Statistics of one input that some linear layers share; `gram` and the means are over its tokens."""
 
     tokens: int
     gram: "Tensor"  # (channels, channels) float32, the mean of x x'
@@ -227,7 +228,7 @@ class Artefact:
     quantized_layers: int
     kept_tensors: int
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name -> bytes, sha256; empty until written
-    notes: tuple[str, ...] = ()  # what a person should know of how it was made
+    notes: tuple[str, ...] = ()  # what a person should know about how it was made
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -237,8 +238,8 @@ class Artefact:
 class Proof:
     """What a quantized model lost against its 16-bit reference, and if that is acceptable. Names are the JSON names.
 
-    The figures are of the artefact decoded from its bytes; `served` has the same of the engine, and where there is one
-    the gate is held against it.
+    The figures are of the artefact decoded from its bytes; `served` has the same figures as served by an engine, which
+    decide the gate if they exist.
     """
 
     artefact: str
@@ -254,11 +255,11 @@ class Proof:
     noise_floor: float  # the KL of the reference against itself in 16-bit arithmetic
     served: Mapping[str, Any] | None
     intervals: Mapping[str, tuple[float, float]]  # 95 %, by bootstrap over windows
-    findings: tuple[Mapping[str, Any], ...]  # everything that was held against a limit
+    findings: tuple[Mapping[str, Any], ...]  # everything that was compared with a limit
     text: Mapping[str, Any]  # name, windows, length, positions
-    compact: Mapping[str, Any]  # tokens kept of each position, and what the KL lacks for that
+    compact: Mapping[str, Any]  # tokens kept of each position, and the KL that this misses
     worst_tensors: tuple[Mapping[str, Any], ...]
-    memory: Mapping[str, Any] | None = None  # predicted beside what the engine reported
+    memory: Mapping[str, Any] | None = None  # predicted, and reported by the engine
     prompts: Mapping[str, Any] | None = None
     tasks: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
@@ -292,7 +293,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a served model will be asked for."""
+    """The load of a served model."""
 
     context: int  # tokens a sequence may reach, prompt and answer together
     concurrency: int = 1  # sequences at the same time
@@ -302,7 +303,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """The memory of a served model, in bytes over all devices; `parts` states every term that the others sum up."""
+    """The memory of a served model, in bytes over all devices; `parts` lists every term."""
 
     weights: int
     kv_cache: int
@@ -318,18 +319,18 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether an engine can serve a quantized model on a device, and with which kernel."""
+    """Says if an engine can serve a quantized model on a device, and with which kernel."""
 
     outcome: Literal["kernel", "fallback", "refusal"]
     kernel: str | None
     reason: str
     fix: str | None = None
-    source: str = ""  # where the rule is from, with its version
+    source: str = ""  # of the rule, with its version
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Predicted speed: tokens a second of all sequences together, and of one prompt."""
+    """Predicted speed: tokens per second of all sequences together, and of one prompt."""
 
     decode_tokens_per_s: float
     prefill_tokens_per_s: float

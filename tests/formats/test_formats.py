@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from quantry.errors import CheckpointError, ConfigError, QuantryError
-from quantry.formats import awq, bitsandbytes, compressed_tensors, gptq, scale_shape
+from quantry.formats import awq, bitsandbytes, compressed_tensors, gptq
+from quantry.formats.contract import scale_shape
 from quantry.methods.fits.absmax import fit
 from quantry.methods.rounders.nearest import round_weight
 from quantry.numerics import blocks, codebooks

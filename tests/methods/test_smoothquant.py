@@ -79,7 +79,7 @@ def test_noise_is_that_of_rounded_inputs(spread: float, columns: int) -> None:
     scheme = Scheme(INT8, Activation(Grid("int", 8, (1, columns), scale="f32")))
     assert scheme.activation is not None
     scales = torch.stack([torch.ones(64), x.abs().amax(dim=0).sqrt()])
-    found = smoothquant.noise([_scaling.Reader(weight, scheme, stats_of(x))], scales)
+    found = smoothquant.noise([_scaling.Consumer(weight, scheme, stats_of(x))], scales)
     for scale, noise in zip(scales, found, strict=True):
         error = simulate(x / scale, scheme.activation) - x / scale
         exact = float((error @ (weight * scale).T).square().sum())
@@ -91,10 +91,10 @@ def test_channels_below_a_step_are_lost_and_no_more() -> None:
     x, weight = inputs(spread=0.0), block()["q"]
     x[:, 7] = 3000 * x[:, 7].sign()  # constant, so that steps are 24 for every token
     error = simulate(x, Activation(INT8)) - x
-    found = smoothquant.noise([_scaling.Reader(weight, W8A8, stats_of(x))], torch.ones(1, 64))
+    found = smoothquant.noise([_scaling.Consumer(weight, W8A8, stats_of(x))], torch.ones(1, 64))
     assert float(found) > float((error @ weight.T).square().sum())
     others = smoothquant.noise(
-        [_scaling.Reader(weight.index_fill(1, torch.tensor(7), 0), W8A8, stats_of(x))], torch.ones(1, 64)
+        [_scaling.Consumer(weight.index_fill(1, torch.tensor(7), 0), W8A8, stats_of(x))], torch.ones(1, 64)
     )
     assert float(others) == pytest.approx(float((error @ weight.T).square().sum()), rel=0.02)
 
@@ -103,7 +103,7 @@ def test_static_steps_come_from_the_largest_input() -> None:
     x, weight = inputs(), block()["q"]
     scheme = Scheme(INT8, Activation(Grid("int", 8, (0, 0), scale="f32"), dynamic=False))
     scale = x.abs().amax(dim=0).sqrt()[None]
-    found = smoothquant.noise([_scaling.Reader(weight, scheme, stats_of(x))], scale)
+    found = smoothquant.noise([_scaling.Consumer(weight, scheme, stats_of(x))], scale)
     step = float((x / scale).abs().max()) / 127
     error = ((x / scale / step).round() * step - x / scale) @ (weight * scale).T
     assert float(found) == pytest.approx(float(error.square().sum()), rel=0.05)
@@ -112,7 +112,7 @@ def test_static_steps_come_from_the_largest_input() -> None:
 def test_float_inputs_and_unrounded_ones_add_no_noise() -> None:
     seen, scales = stats_of(inputs()), torch.ones(3, 64)
     for activation in (None, Activation(Grid("e4m3", 8, (1, 0)))):
-        reader = _scaling.Reader(block()["q"], Scheme(INT8, activation), seen)
+        reader = _scaling.Consumer(block()["q"], Scheme(INT8, activation), seen)
         assert smoothquant.noise([reader], scales).tolist() == [0, 0, 0]
 
 

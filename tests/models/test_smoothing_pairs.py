@@ -20,6 +20,7 @@ from quantry.models.linears import linears
 from quantry.models.reader import open_checkpoint
 from quantry.models.smoothing import Form, Pair, Slot, Smoothing, known_families, smoothing
 from quantry.types import Checkpoint
+from stacked_experts import stacked
 from tiny_models import ARCHITECTURES, write_model
 
 TOKENS = torch.arange(3, 43)[None]
@@ -145,20 +146,6 @@ def test_experts_stored_as_stacks(flip: bool, model: Callable[[str], Path], tmp_
     assert set(made) == set(expected) != set(tensors)
     for name, tensor in expected.items():
         assert torch.equal(made[name], tensor), name
-
-
-def stacked(tensors: dict[str, Tensor], flip: bool) -> dict[str, Tensor]:
-    """The tensors, with the four experts of each block in one tensor."""
-    made = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
-    for block in range(2):
-        prefix = f"model.layers.{block}.mlp.experts."
-        gate, up, down = (
-            torch.stack([tensors[f"{prefix}{expert}.{name}.weight"] for expert in range(4)])
-            for name in ("gate_proj", "up_proj", "down_proj")
-        )
-        stacks = {"gate_up_proj": torch.cat([gate, up], dim=1), "down_proj": down}
-        made.update({f"{prefix}{name}": (s.mT if flip else s).contiguous() for name, s in stacks.items()})
-    return made
 
 
 def test_norms_stay_in_their_dtype_and_the_scale_gives_way() -> None:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from quantry.blockwise import walk
 from quantry.errors import CheckpointError, ConfigError, QuantryError, RecipeError, UnknownNameError
-from quantry.formats import STORED as SCALES
 from quantry.formats import compressed_tensors
+from quantry.formats.contract import STORED as SCALES
 from quantry.methods.fits.absmax import fit
 from quantry.methods.rounders.nearest import round_weight
 from quantry.models.linears import linears
@@ -29,7 +29,8 @@ from quantry.numerics.activations import Static, simulate
 from quantry.numerics.grids import dequantize
 from quantry.numerics.static import METHODS, SHRINKING, cache_scale, input_scale, percentile, squared_error
 from quantry.proof.sources import open_source
-from quantry.quantizing.calibration.observe import BINS, Heads, Observed, collect, merge
+from quantry.quantizing.calibration.observe import ObservedBlock, collect
+from quantry.quantizing.calibration.statistics import BINS, Heads, merge
 from quantry.quantizing.quantized_model import QuantizedModel
 from quantry.quantizing.recipe import presets
 from quantry.types import Activation, Grid, QTensor, Scheme, Stats, TensorInfo
@@ -264,16 +265,15 @@ def test_stored_scales_are_as_announced_and_read_back(scheme: Scheme, dtype: str
     assert scheme.activation
     grid = replace(scheme.activation.grid, scale=tensor.grid.scale)
     scale = input_scale(stats_of(heavy()), grid)
-    stored = compressed_tensors.encode(MODULE, tensor, scale)
+    stored = compressed_tensors.encode(MODULE, replace(tensor, input_scale=scale))
     announced = compressed_tensors.layout(MODULE, (32, 64), tensor.grid, scheme.activation)
     assert [(name, STORED[one.dtype], tuple(one.shape)) for name, one in stored.items()] == [
         (name, kind, shape) for name, (kind, shape) in announced.items()
     ]
     assert len(announced) == len(compressed_tensors.layout(MODULE, (32, 64), tensor.grid)) + 1
-    read = compressed_tensors.input_scale(MODULE, stored, scheme)
-    assert read is not None
-    assert torch.equal(read, scale)
     decoded = compressed_tensors.decode(MODULE, stored, replace(scheme, weight=tensor.grid))
+    assert decoded.input_scale is not None
+    assert torch.equal(decoded.input_scale, scale)
     assert torch.equal(dequantize(decoded), dequantize(tensor))
 
 
@@ -289,7 +289,7 @@ def test_the_library_has_the_same_parameters_for_a_layer(scheme: Scheme) -> None
     tensor = quantized(scheme)
     assert scheme.activation
     scale = input_scale(stats_of(heavy()), replace(scheme.activation.grid, scale=tensor.grid.scale))
-    stored = compressed_tensors.encode(MODULE, tensor, scale)
+    stored = compressed_tensors.encode(MODULE, replace(tensor, input_scale=scale))
     found = {name.removeprefix(f"{MODULE}."): (one.dtype, tuple(one.shape)) for name, one in stored.items()}
     assert wanted == {name: one for name, one in found.items() if name.startswith("input")}
     assert len(wanted) == 1
@@ -315,8 +315,8 @@ def test_configs_are_read_back(scheme: Scheme) -> None:
     kind = SCALES[scheme.weight.scale]
     info = TensorInfo(f"{MODULE}.weight_scale", kind, (1,), "model.safetensors", 0, 2)
     assert compressed_tensors.schemes(config, [info]) == {MODULE: scheme}
-    assert compressed_tensors.cache_grid(config) == BY_HEAD
-    assert compressed_tensors.cache_grid({**config, "kv_cache_scheme": None}) is None
+    assert compressed_tensors.CACHE_SCALES.grid(config) == BY_HEAD
+    assert compressed_tensors.CACHE_SCALES.grid({**config, "kv_cache_scheme": None}) is None
     theirs = library_quantization.QuantizationConfig(
         **{key: value for key, value in config.items() if key != "quant_method"}
     )
@@ -350,11 +350,11 @@ def test_refusals_say_why(scheme: Scheme, reason: str) -> None:
 def test_a_cache_that_no_engine_reads_is_refused() -> None:
     for grid in (Grid("int", 8, (0, 0)), Grid("e4m3", 8, (1, 64)), Grid("e4m3", 8, (0, 0), scale="e8m0")):
         with pytest.raises(QuantryError, match="a KV cache of e4m3 per tensor or per head"):
-            compressed_tensors.cache_layout("model.layers.0.self_attn", 2, grid)
+            compressed_tensors.CACHE_SCALES.layout("model.layers.0.self_attn", 2, grid)
         with pytest.raises(QuantryError, match="a KV cache of e4m3 per tensor or per head"):
             compressed_tensors.config({MODULE: SCHEMES["fp8"]}, [], grid)
     with pytest.raises(ConfigError, match="kv_cache_scheme is 'fp8', not an object"):
-        compressed_tensors.cache_grid({"kv_cache_scheme": "fp8"})
+        compressed_tensors.CACHE_SCALES.grid({"kv_cache_scheme": "fp8"})
 
 
 def test_a_lost_or_odd_scale_is_named() -> None:
@@ -368,7 +368,7 @@ def test_a_lost_or_odd_scale_is_named() -> None:
 def test_attention_modules_are_found_by_their_projections() -> None:
     names = [f"model.layers.{index}.{leaf}" for index in (0, 1) for leaf in ("self_attn.q_proj", "mlp.down_proj")]
     names += ["model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.v_proj", "model.layers.2.attn.qkv_proj"]
-    assert compressed_tensors.cache_modules(names) == ("model.layers.0.self_attn", "model.layers.2.attn")
+    assert compressed_tensors.CACHE_SCALES.modules(names) == ("model.layers.0.self_attn", "model.layers.2.attn")
 
 
 @pytest.fixture(scope="module")
@@ -385,7 +385,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def observed(folder: Path) -> list[Observed]:
+def observed(folder: Path) -> list[ObservedBlock]:
     blocks = walk.Walk(open_source(folder), batch=2).blocks(WINDOWS)
     return [collect(block, histogram=True) for block in blocks]
 
@@ -410,14 +410,14 @@ def write_static(
         whole = torch.stack([weight.abs().max() for weight in weights]).max().float()
         weight = weights[together.index(linear)]
         rounded_weight = round_weight(weight, grid, fit(weight, grid, whole if grid.spans_tensor else None))
-        tensors |= compressed_tensors.encode(linear.module, rounded_weight, scale)
+        tensors |= compressed_tensors.encode(linear.module, replace(rounded_weight, input_scale=scale))
     scales = dict(tensors)
-    attentions = compressed_tensors.cache_modules(linear.module for linear in found) if cache else ()
+    attentions = compressed_tensors.CACHE_SCALES.modules(linear.module for linear in found) if cache else ()
     for name, seen_block in zip(attentions, blocks, strict=bool(cache)) if cache else ():
         heads = seen_block.heads
         assert cache
         assert isinstance(heads, Heads)
-        tensors |= compressed_tensors.encode_cache(
+        tensors |= compressed_tensors.CACHE_SCALES.encode(
             name, cache_scale(heads.keys, cache), cache_scale(heads.values, cache)
         )
     quantized_sources = {linear.source for linear in found}
@@ -511,7 +511,7 @@ def test_cache_scales_are_loaded_by_transformers(cache: Grid, llama: Path, tmp_p
     assert heads
     for side, largest in (("k", heads.keys), ("v", heads.values)):
         scale = getattr(attention, f"{side}_scale")
-        announced = compressed_tensors.cache_layout("a", len(largest), cache)[f"a.{side}_scale"]
+        announced = compressed_tensors.CACHE_SCALES.layout("a", len(largest), cache)[f"a.{side}_scale"]
         assert tuple(scale.shape) == announced[1]
         expected = (largest if cache.block == (1, 0) else largest.max()[None]) / 448
         torch.testing.assert_close(scale.flatten().float(), expected.bfloat16().float(), rtol=0, atol=0)

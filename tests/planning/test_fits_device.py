@@ -8,7 +8,7 @@ import pytest
 
 from quantry.devices.catalogue import parse as machine
 from quantry.errors import QuantryError
-from quantry.jobs.auto.solver import Item, Option, solve
+from quantry.jobs.auto.solver import Item, ItemOption, solve
 from quantry.planning.budget import Fit, parse
 from quantry.planning.fits_device import _deployment, allowed, fits, settled
 from quantry.planning.memory.footprint import Settings, footprint, room, weights_bytes
@@ -37,7 +37,7 @@ def gguf_mixture(checkpoint: Checkpoint, size: int) -> Recipe:
     for weight in stored(checkpoint, base):
         options = TYPES if len(weight.shape) == 2 else {weight.dtype: 32.0}
         items.append(
-            Item(weight.name, tuple(Option(kind, tensor_bytes(kind, weight.shape), plain(bits, prod(weight.shape)))
+            Item(weight.name, tuple(ItemOption(kind, tensor_bytes(kind, weight.shape), plain(bits, prod(weight.shape)))
                                     for kind, bits in options.items()))
         )  # fmt: skip
     chosen = solve(items, size).chosen
@@ -49,7 +49,7 @@ def vllm_mixture(checkpoint: Checkpoint, size: int) -> Recipe:
     """4 bit, 8 bit or none for what vLLM fuses; the size of all else is what is left of a whole recipe."""
     four = recipe("w4a16")
     items = [
-        Item(name, tuple(Option(kind, nbytes, plain(bits, nbytes)) for kind, bits, nbytes in options))
+        Item(name, tuple(ItemOption(kind, nbytes, plain(bits, nbytes)) for kind, bits, nbytes in options))
         for name, options in _fused(checkpoint)
     ]
     rest = weights_bytes(checkpoint, four) - sum(item.options[0].bytes for item in items)

@@ -31,7 +31,7 @@ from quantry.planning.speed.throughput import (
     tokens_per_dollar,
 )
 from quantry.planning.speed.work import Work, work_of
-from quantry.quantizing.recipe import Recipe, from_options
+from quantry.quantizing.recipe import Recipe, build
 from quantry.types import Checkpoint, Speed, Workload
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -42,7 +42,7 @@ ENGINES = ("llama.cpp", "vllm", "transformers", "tensorrt-llm", "tgi", "onnxrunt
 
 
 def recipe(name: str, form: str | None = None) -> Recipe:
-    return from_options(name, None, None, form, None)
+    return build({"preset": name, "format": form})
 
 
 @pytest.fixture(scope="module")
@@ -501,9 +501,9 @@ def test_bad_questions_are_answered_in_one_line(llama: Checkpoint, h200: Hardwar
 def test_planning_speed_needs_no_torch() -> None:
     code = (
         "import sys; import quantry.planning.speed.throughput as t; from quantry.planning.models import open_model;"
-        "from quantry.devices.catalogue import parse; from quantry.quantizing.recipe import from_options;"
+        "from quantry.devices.catalogue import parse; from quantry.quantizing.recipe import build;"
         "from quantry.types import Workload;"
-        "t.speed(open_model('llama-3.1-8b'), from_options('w4a16', None, None, None, None), 'vllm', parse('H200'),"
+        "t.speed(open_model('llama-3.1-8b'), build({'preset': 'w4a16'}), 'vllm', parse('H200'),"
         " Workload(4096), 1); assert not {'torch', 'transformers'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,9 @@ from quantry.models.weights import PlainWeights
 from quantry.numerics.grids import dequantize
 from quantry.proof.sources import open_source
 from quantry.quantizing.calibration import calibrator as calibrated
-from quantry.quantizing.calibration.text import Data, load
-from quantry.quantizing.recipe import from_options, presets
-from quantry.quantizing.tensor_plan import by_block, divide
+from quantry.quantizing.calibration.text import CalibrationText, load
+from quantry.quantizing.recipe import build, presets
+from quantry.quantizing.tensor_plan import by_block, plan_folder
 from quantry.types import Grid, QTensor, Scheme, Stats
 from test_quantize import decoded
 
@@ -85,7 +86,7 @@ def test_every_calibrated_preset(preset: str, form: str, tmp_path: Path) -> None
 
 
 @cache
-def text() -> Data:
+def text() -> CalibrationText:
     return load(None, load_tokenizer(DEMO), context=1024, **TEXT)
 
 
@@ -140,7 +141,7 @@ def test_gptq_of_a_layer_by_hand(module: str, tmp_path: Path) -> None:
     grid = Grid("int", 4, (1, 64))
     params = mse.fit(weight, grid, None, stats)
     found = stored_in(tmp_path / "out", module)
-    check_same(found, gptq.round_weight(weight, grid, params, stats))
+    check_same(found, gptq.round_weight(weight, grid, params, gptq.prepare(stats)))
     plain = nearest.round_weight(weight, grid, mse.fit(weight, grid))
     assert float((found.codes == plain.codes).float().mean()) < 0.95, "the comparison can tell"
 
@@ -264,19 +265,15 @@ def test_rules_beside_a_calibrated_preset(tmp_path: Path) -> None:
 
 def test_pieces_go_block_by_block() -> None:
     checkpoint = open_checkpoint(DEMO)
-    recipe = from_options("w4a16", None, None, None, 64)
-    form = registry.load("quantry.formats", "compressed-tensors")
-    division = divide(checkpoint, recipe, 8, form, False)
-    shuffled = by_block(
-        type(division)(division.dtype, division.pieces[:1] + division.pieces[:0:-1], division.fates, {}, ()), 8
-    )
+    plan = plan_folder(checkpoint, build({"preset": "w4a16", "group": 64}), 8)
+    shuffled = by_block(replace(plan, pieces=plan.pieces[:1] + plan.pieces[:0:-1]))
     numbers = [int(piece.name.split(".")[2]) if ".layers." in piece.name else None for piece in shuffled.pieces]
     inside = [number for number in numbers if number is not None]
     assert inside == sorted(inside)
     assert len(inside) > 40
     outside = [place for place, number in enumerate(numbers) if number is None]
     assert outside in ([0, len(numbers) - 1], [0, 1])
-    assert set(shuffled.pieces) == set(division.pieces)
+    assert set(shuffled.pieces) == set(plan.pieces)
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 import quantry
+from calibration_text import statistics
+from linear_inputs import inputs_of
 from quantry.blockwise.walk import run
 from quantry.llamacpp import importance
 from quantry.methods.rounders import gptq
@@ -18,9 +20,7 @@ from quantry.models.tokenizer import load_tokenizer
 from quantry.models.weights import PlainWeights
 from quantry.numerics import ggml
 from quantry.proof.sources import open_source
-from quantry.quantizing.calibration.store import statistics
 from quantry.quantizing.calibration.text import load
-from test_observe import inputs_of
 from tiny_models import ARCHITECTURES, write_model
 
 pytestmark = pytest.mark.usefixtures("exact_store")
@@ -102,19 +102,19 @@ def test_gguf_of_experts_by_hand(model: Callable[[str], Path], tmp_path: Path) -
     seen = statistics(PlainWeights(checkpoint, source), data)
     plain, found = open_source(source), open_source(tmp_path / "out")
     for layer in range(2):
-        stats = seen.block(layer)
+        stats, _ = seen.observed(layer).by_module()
         for leaf in ("gate_proj", "up_proj", "down_proj"):
             for expert in range(4):
                 module = f"model.layers.{layer}.mlp.experts.{expert}.{leaf}"
                 weight = plain.read(f"{module}.weight")
                 wanted = ggml.dequantize(
-                    gptq.round_blocks(weight, "Q4_0", stats[seen.group(module)]), "Q4_0", weight.shape[1]
+                    gptq.round_blocks(weight, "Q4_0", gptq.prepare(stats[module])), "Q4_0", weight.shape[1]
                 )
                 assert torch.equal(found.read(f"{module}.weight"), wanted), module
     quantry.quantize(source, tmp_path / "plain", preset="gguf-q4_0")
     right, ours, nearest = (logits(folder, data.tokens) for folder in (source, tmp_path / "out", tmp_path / "plain"))
     assert divergence(right, ours) < divergence(right, nearest)
-    short = [group for layer in range(2) for group in seen.observed(layer).covered()[1]]
+    short = [group for layer in range(2) for group in seen.observed(layer).by_module()[1]]
     assert len(short) == sum(int(note.split()[0]) for note in artefact.notes if "have fewer than 256 tokens" in note)
 
 

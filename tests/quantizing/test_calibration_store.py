@@ -13,14 +13,14 @@ import torch
 from safetensors.numpy import save_file
 from torch import Tensor
 
+from calibration_text import same, statistics
+from linear_inputs import WINDOWS, Folder
 from quantry.blockwise.walk import Walk
 from quantry.errors import OutputError, QuantryError
 from quantry.models.identity import identity
 from quantry.models.reader import open_checkpoint
-from quantry.quantizing.calibration.observe import Observed, collect
-from quantry.quantizing.calibration.store import Statistics, Store, default_store, statistics
-from quantry.quantizing.calibration.text import Data
-from test_observe import WINDOWS, Folder
+from quantry.quantizing.calibration.observe import collect
+from quantry.quantizing.calibration.store import Statistics, Store, default_store
 from tiny_files import LLAMA
 from tiny_models import write_model
 
@@ -37,32 +37,11 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "statistics")
 
 
-def data(windows: Any = WINDOWS) -> Data:
-    return Data(tuple(map(tuple, windows)), "text.txt", "text", 6, 0, False, None, False)
-
-
 class Closed(Folder):
     """A model that can be told from others but not run."""
 
     def read(self, name: str) -> Tensor:
         raise AssertionError("a weight was read")
-
-
-def same(one: Observed, other: Observed) -> bool:
-    assert one.groups == other.groups
-    assert one.pools == other.pools
-    assert list(one.stats) == list(other.stats)
-    assert one.heads is not None
-    assert other.heads is not None
-    pairs = [(one.heads.keys, other.heads.keys), (one.heads.values, other.heads.values)]
-    for group, stats in one.stats.items():
-        twin = other.stats[group]
-        assert stats.tokens == twin.tokens
-        for part in ("gram", "absmax", "mean_abs", "mean_square", "histogram"):
-            mine, others = getattr(stats, part), getattr(twin, part)
-            assert (mine is None) == (others is None)
-            pairs += [(mine, others)] if mine is not None else []
-    return all(torch.equal(*pair) and pair[0].dtype == pair[1].dtype for pair in pairs)
 
 
 def files(store: Store) -> list[Path]:
@@ -73,52 +52,53 @@ def files(store: Store) -> list[Path]:
 def test_what_is_stored_is_what_was_seen(folder: Path, store: Store, histogram: bool) -> None:
     expected = [collect(block, histogram=histogram) for block in Walk(Folder(folder)).blocks(WINDOWS)]
     known = identity(open_checkpoint(folder))
-    first = statistics(Folder(folder), data(), cache=store, histogram=histogram, identity=known)
+    first = statistics(Folder(folder), store=store, histogram=histogram, identity=known)
     assert [same(first.observed(index), expected[index]) for index in range(3)] == [True] * 3
     assert first.walked == 3
-    again = statistics(Closed(folder), data(), cache=store, histogram=histogram, identity=known)
+    again = statistics(Closed(folder), store=store, histogram=histogram, identity=known)
     assert [same(again.observed(index), expected[index]) for index in (2, 0, 1)] == [True] * 3
     assert again.walked == 0
     assert [path.name for path in files(store)] == [f"block-{index:05d}.safetensors" for index in range(3)]
 
 
-def test_blocks_by_group_and_groups_by_module(folder: Path, store: Store) -> None:
-    found = statistics(Folder(folder), data(), cache=store, least=0)
-    block = found.block(1)
-    assert found.group("model.layers.1.self_attn.q_proj") == found.group("model.layers.1.self_attn.v_proj")
-    assert found.group("model.layers.1.mlp.experts.2.up_proj") in block
-    assert block[found.group("model.layers.1.self_attn.o_proj")].tokens == sum(map(len, WINDOWS))
-    for wrong in ("model.layers.1.mlp.nothing", "lm_head", ""):
-        with pytest.raises(QuantryError, match="calibration has seen no module"):
-            found.group(wrong)
+def test_statistics_by_module(folder: Path, store: Store) -> None:
+    seen = statistics(Folder(folder), store=store)
+    stats, starved = seen.observed(1).by_module(least=0)
+    attention, expert = "model.layers.1.self_attn", "model.layers.1.mlp.experts.2.up_proj"
+    assert stats[f"{attention}.q_proj"] is stats[f"{attention}.v_proj"]
+    assert stats[f"{attention}.o_proj"].tokens == sum(map(len, WINDOWS))
+    assert expert in stats
+    assert starved == ()
     with pytest.raises(QuantryError, match=r"there is no block 3; blocks go from 0 to 2"):
-        found.block(3)
+        seen.observed(3)
 
 
 def test_starved_experts_are_covered(folder: Path) -> None:
-    found = statistics(Folder(folder), data(), least=10**6)
-    block = found.block(0)
-    assert {block[group].tokens for group in found.observed(0).pools} == {2 * sum(map(len, WINDOWS))}
+    observed = statistics(Folder(folder)).observed(0)
+    stats, starved = observed.by_module(least=10**6)
+    experts = {module for module, group in observed.groups.items() if group in observed.pools}
+    assert {stats[module].tokens for module in experts} == {2 * sum(map(len, WINDOWS))}
+    assert set(starved) == set(observed.pools)
 
 
 def test_a_missing_block_is_walked_to_without_collecting_the_others(folder: Path, store: Store) -> None:
-    first = statistics(Folder(folder), data(), cache=store)
+    first = statistics(Folder(folder), store=store)
     expected = [first.observed(index) for index in range(3)]
     files(store)[1].unlink()
-    second = statistics(Folder(folder), data(), cache=store)
+    second = statistics(Folder(folder), store=store)
     assert [same(second.observed(index), expected[index]) for index in range(3)] == [True] * 3
     assert second.walked == 1
 
 
 def test_blocks_on_the_way_are_stored_too(folder: Path, store: Store) -> None:
-    first = statistics(Folder(folder), data(), cache=store)
+    first = statistics(Folder(folder), store=store)
     first.observed(2)
     assert first.walked == 3
     assert len(files(store)) == 3
 
 
 def test_without_a_store_a_block_that_was_passed_is_walked_to_again(folder: Path) -> None:
-    found = statistics(Folder(folder), data())
+    found = statistics(Folder(folder))
     last, first, last_again = found.observed(2), found.observed(0), found.observed(2)
     assert found.walked == 3
     assert same(last, last_again)
@@ -127,13 +107,13 @@ def test_without_a_store_a_block_that_was_passed_is_walked_to_again(folder: Path
 
 def test_progress_tells_every_block(folder: Path) -> None:
     told: list[tuple[int, int, str]] = []
-    statistics(Folder(folder), data(), progress=lambda *now: told.append(now)).observed(2)
+    statistics(Folder(folder), progress=lambda *now: told.append(now)).observed(2)
     assert told == [(index, 3, f"model.layers.{index}") for index in range(3)]
 
 
 @pytest.mark.parametrize("harm", ["cut", "flip", "empty", "text", "tokens"])
 def test_a_damaged_file_is_computed_again(folder: Path, store: Store, harm: str) -> None:
-    first = statistics(Folder(folder), data(), cache=store)
+    first = statistics(Folder(folder), store=store)
     expected = first.observed(0)
     (path,) = files(store)
     content = path.read_bytes()
@@ -149,7 +129,7 @@ def test_a_damaged_file_is_computed_again(folder: Path, store: Store, harm: str)
         }[harm]
     )
     assert path.read_bytes() != content
-    second = statistics(Folder(folder), data(), cache=store)
+    second = statistics(Folder(folder), store=store)
     assert same(second.observed(0), expected)
     assert second.walked == 1
     assert path.read_bytes() == content
@@ -160,19 +140,19 @@ def test_everything_the_numbers_depend_on_is_in_the_fingerprint(folder: Path, st
     other.mkdir()
     write_model(other, "Qwen3MoeForCausalLM", seed=1, num_hidden_layers=3)
     prints = [
-        statistics(Folder(path), data(windows), cache=store, **how).fingerprint
+        statistics(Folder(path), windows, store=store, **how).fingerprint
         for path, windows, how in (
             (folder, WINDOWS, {}),
             (other, WINDOWS, {}),
             (folder, WINDOWS[:5], {}),
             (folder, WINDOWS, {"dtype": torch.bfloat16}),
-            (folder, WINDOWS, {"device": "cuda"}),
+            (folder, WINDOWS, {"device": torch.device("cuda")}),
             (folder, WINDOWS, {"histogram": True}),
             (folder, WINDOWS, {"identity": "known"}),
         )
     ]
     assert len(set(prints)) == len(prints)
-    assert statistics(Folder(folder), data(), batch=2, least=3).fingerprint == prints[0]
+    assert statistics(Folder(folder), batch=2).fingerprint == prints[0]
 
 
 class Changed(Folder):
@@ -184,7 +164,7 @@ class Changed(Folder):
 
 
 def test_one_changed_tensor_makes_another_model(folder: Path, tmp_path: Path) -> None:
-    assert statistics(Changed(folder), data()).fingerprint != statistics(Folder(folder), data()).fingerprint
+    assert statistics(Changed(folder)).fingerprint != statistics(Folder(folder)).fingerprint
     twin = tmp_path / "twin"
     twin.mkdir()
     for file in folder.iterdir():
@@ -198,32 +178,32 @@ def test_one_changed_tensor_makes_another_model(folder: Path, tmp_path: Path) ->
 
 
 def test_a_full_store_stays_within_its_budget(folder: Path, store: Store) -> None:
-    statistics(Folder(folder), data(), cache=store).observed(0)
+    statistics(Folder(folder), store=store).observed(0)
     size = files(store)[0].stat().st_size
     tight = Store(store.folder.parent / "tight", 2 * size + size // 2)
-    found = statistics(Folder(folder), data(), cache=tight)
+    found = statistics(Folder(folder), store=tight)
     expected = [collect(block) for block in Walk(Folder(folder)).blocks(WINDOWS)]
     assert [same(found.observed(index), expected[index]) for index in range(3)] == [True] * 3
     assert sum(path.stat().st_size for path in files(tight)) <= tight.budget
     assert len(files(tight)) == 2
-    again = statistics(Folder(folder), data(), cache=tight)
+    again = statistics(Folder(folder), store=tight)
     assert all(same(again.observed(index), expected[index]) for index in range(3))
     assert again.walked == 1
     none = Store(store.folder.parent / "none", size // 2)
-    assert same(statistics(Folder(folder), data(), cache=none).observed(0), expected[0])
+    assert same(statistics(Folder(folder), store=none).observed(0), expected[0])
     assert files(none) == []
 
 
 def test_the_store_that_was_not_used_for_longest_makes_way(folder: Path, store: Store) -> None:
-    makers = [statistics(Folder(folder), data(WINDOWS[start:]), cache=store) for start in range(3)]
+    makers = [statistics(Folder(folder), WINDOWS[start:], store=store) for start in range(3)]
     for maker in makers:
         maker.observed(0)
     size = files(store)[0].stat().st_size
     for age, maker in enumerate(makers):
         os.utime(store.folder / maker.fingerprint, (1000 + age, 1000 + age))
-    statistics(Folder(folder), data(), cache=store).observed(0)  # read: the oldest has been used just now
+    statistics(Folder(folder), store=store).observed(0)  # read: the oldest has been used just now
     room = Store(store.folder, 3 * size + size // 2)
-    statistics(Folder(folder), data(WINDOWS[:2]), cache=room).observed(0)
+    statistics(Folder(folder), WINDOWS[:2], store=room).observed(0)
     left = {path.parent.name for path in files(store)}
     assert makers[0].fingerprint in left
     assert makers[1].fingerprint not in left
@@ -232,7 +212,7 @@ def test_the_store_that_was_not_used_for_longest_makes_way(folder: Path, store: 
 
 def test_a_place_that_cannot_be_written_to_only_costs_time(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    found = statistics(Folder(folder), data(), cache=Store(tmp_path / "file" / "statistics"))
+    found = statistics(Folder(folder), store=Store(tmp_path / "file" / "statistics"))
     assert found.observed(0).stats
     assert (tmp_path / "file").read_text() == "in the way"
 
@@ -245,13 +225,13 @@ def test_a_killed_writer_leaves_no_file_under_the_name(
 
     monkeypatch.setattr(os, "fsync", killed)  # the last thing before the name
     with pytest.raises(KeyboardInterrupt):
-        statistics(Folder(folder), data(), cache=store).observed(0)
+        statistics(Folder(folder), store=store).observed(0)
     assert files(store) == []
 
 
 def worker(folder: str, store: str) -> list[float]:
     torch.set_num_threads(1)
-    found = statistics(Folder(Path(folder)), data(), cache=Store(Path(store)))
+    found = statistics(Folder(Path(folder)), store=Store(Path(store)))
     return [float(stats.gram.sum()) for index in range(3) for stats in found.observed(index).stats.values()]
 
 
@@ -263,7 +243,7 @@ def test_several_at_once_agree(folder: Path, store: Store) -> None:
         results = [job.get(timeout=120) for job in jobs] + [job.result() for job in near]
     assert all(result == results[0] for result in results)
     assert len(files(store)) == 3
-    assert statistics(Folder(folder), data(), cache=store).walked == 0
+    assert statistics(Folder(folder), store=store).walked == 0
     assert worker(str(folder), str(store.folder)) == results[0]
 
 
@@ -279,7 +259,7 @@ def test_hidden_states_in_a_file_give_the_same_numbers(folder: Path, tmp_path: P
         assert {batch.spilled for batch in walk.batches} == {memory == 0}
     assert list((tmp_path / "scratch").iterdir()) == []
     with pytest.raises(OutputError, match="no room for .* in .*missing"):
-        statistics(Folder(folder), data(), memory=0, scratch=tmp_path / "missing").observed(0)
+        statistics(Folder(folder), memory=0, scratch=tmp_path / "missing").observed(0)
 
 
 def test_the_place_of_the_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -291,7 +271,7 @@ def test_the_place_of_the_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def test_nothing_is_run_before_a_block_is_asked_for(folder: Path) -> None:
-    assert isinstance(statistics(Closed(folder), data()), Statistics)
+    assert isinstance(statistics(Closed(folder)), Statistics)
 
 
 def test_a_byte_in_the_middle_of_a_tensor_makes_another_model(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 from quantry.errors import CheckpointError, QuantryError
 from quantry.models.reader import demo_folder
 from quantry.models.tokenizer import load_tokenizer, prefix_of
-from quantry.quantizing.calibration.text import BREAK, Data, load
+from quantry.quantizing.calibration.text import BREAK, CalibrationText, load
 from tiny_tokenizers import KINDS, TEXT, write_tokenizer
 
 STORIES = [
@@ -48,7 +48,7 @@ def lines(records: list[Any]) -> str:
     return "\n".join(json.dumps(record) for record in records)
 
 
-def decoded(data: Data, tokenizer: Any) -> str:
+def decoded(data: CalibrationText, tokenizer: Any) -> str:
     return "".join(tokenizer.decode(window, skip_special_tokens=False) for window in data.tokens)
 
 

@@ -23,7 +23,7 @@ from quantry.numerics.grids import dequantize
 from quantry.quantizing.calibration import distillation
 from quantry.quantizing.calibration.distillation import Distilled, distil
 from quantry.quantizing.calibration.text import load
-from quantry.quantizing.makers import matrix
+from quantry.quantizing.slices import view as matrix
 from quantry.types import Activation, Checkpoint, Grid, Scheme
 from tiny_models import ARCHITECTURES, write_model
 
@@ -157,13 +157,13 @@ def test_what_the_student_computes_with_is_what_the_pipeline_stores(
     plain = PlainWeights(checkpoint, model)
     block = first_block(plain, WINDOWS[:3])
     targets = [output.double() for output in block.outputs()]
-    lessons, _ = distillation._lessons(block, 3)
-    student = distillation._Student(block, given(checkpoint, scheme))
+    lessons, _ = distillation.draw_lessons(block, 3)
+    student = distillation.Student(block, given(checkpoint, scheme))
     untrained = student.error(lessons)
     with torch.enable_grad():
         for lesson in lessons:
             student.learn(lesson, 0.3)
-    tensors = distillation._trained(block, student.state())
+    tensors = distillation.checkpoint_tensors(block, student.state())
     found = [linear for linear in linears(checkpoint, 99) if linear.source in block.sources]
     assert tensors.keys() == {linear.source for linear in found}
     for name, tensor in tensors.items():
@@ -181,8 +181,8 @@ def test_every_parameter_goes_back_as_it_came(model: Path) -> None:
     plain = PlainWeights(open_checkpoint(model), model)
     for block in Walk(plain, batch=2).blocks(WINDOWS[:2]):
         parameters = dict(block.module.named_parameters())
-        assert distillation._stored(block) == dict.fromkeys(parameters, torch.bfloat16)
-        back = distillation._restored(block, parameters)
+        assert distillation.trainable(block) == dict.fromkeys(parameters, torch.bfloat16)
+        back = distillation.revert(block, parameters)
         assert back.keys() == block.sources.keys()
         for name, tensor in back.items():
             assert torch.equal(tensor, plain.read(name).float()), name
@@ -230,10 +230,10 @@ def doubled(value: Any) -> Any:
 def test_the_gradient_is_that_of_a_plain_restatement(first_block: FirstBlock, llama: PlainWeights) -> None:
     block = first_block(llama, [window[:16] for window in WINDOWS[:2]])
     modules = [name.removesuffix(".weight") for name in block.sources if "norm" not in name]
-    lesson = distillation._lessons(block, 2)[0][1]
-    student = distillation._Student(block, dict.fromkeys(modules, SMALL))
+    lesson = distillation.draw_lessons(block, 2)[0][1]
+    student = distillation.Student(block, dict.fromkeys(modules, SMALL))
     with torch.enable_grad():
-        wrong, power = student._wrong(student._rounded(), lesson)
+        wrong, power = student.squared_error(student.rounded(), lesson)
         torch.autograd.backward(wrong / power)
         plain = plainly(block.module, SMALL)
         output = plain(
@@ -243,8 +243,8 @@ def test_the_gradient_is_that_of_a_plain_restatement(first_block: FirstBlock, ll
         loss = (output - target).square().sum() / target.square().sum()
         torch.autograd.backward(loss)
     assert float((wrong / power).detach()) == pytest.approx(float(loss.detach()), rel=1e-4)
-    assert student._weights.keys() == {f"{name.removeprefix(f'{block.name}.')}.weight" for name in modules}
-    for key, weight in student._weights.items():
+    assert student.weights.keys() == {f"{name.removeprefix(f'{block.name}.')}.weight" for name in modules}
+    for key, weight in student.weights.items():
         expected = plain.get_parameter(key).grad
         assert expected is not None
         assert weight.value.grad is not None
@@ -256,12 +256,12 @@ def test_a_step_goes_down_the_gradient_by_the_rate_in_steps_of_the_grid(
 ) -> None:
     block = first_block(llama, WINDOWS[:2])
     module = f"{block.name}.mlp.up_proj"
-    student = distillation._Student(block, {module: SMALL})
-    weight = student._weights["mlp.up_proj.weight"]
+    student = distillation.Student(block, {module: SMALL})
+    weight = student.weights["mlp.up_proj.weight"]
     scale = absmax.fit(weight.value.detach(), SMALL.weight).scale.float().mean()
     before = weight.value.detach().clone()
     with torch.enable_grad():
-        student.learn(distillation._lessons(block, 2)[0][1], 0.25)
+        student.learn(distillation.draw_lessons(block, 2)[0][1], 0.25)
     moved = weight.value.detach() - before
     assert weight.value.grad is not None
     assert torch.equal(moved.sign(), -weight.value.grad.sign())
@@ -270,11 +270,11 @@ def test_a_step_goes_down_the_gradient_by_the_rate_in_steps_of_the_grid(
 
 def test_a_state_is_not_trained_any_further(first_block: FirstBlock, llama: PlainWeights) -> None:
     block = first_block(Wide(llama), WINDOWS[:2])
-    student = distillation._Student(block, {f"{block.name}.mlp.up_proj": SMALL})
+    student = distillation.Student(block, {f"{block.name}.mlp.up_proj": SMALL})
     kept = student.state()["mlp.up_proj.weight"]
     before = kept.clone()
     with torch.enable_grad():
-        student.learn(distillation._lessons(block, 2)[0][1], 0.25)
+        student.learn(distillation.draw_lessons(block, 2)[0][1], 0.25)
     assert kept.dtype == torch.float32
     assert torch.equal(kept, before)
 
@@ -323,10 +323,10 @@ def test_the_tensors_are_those_of_the_error_that_is_named(first_block: FirstBloc
     schemes = {f"{block.name}.mlp.{leaf}_proj": SMALL for leaf in ("gate", "up", "down")}
     made = distil(block, schemes, steps=12)
     assert made.tensors.keys() == {f"{module}.weight" for module in schemes}
-    lessons, _ = distillation._lessons(block, 12)
+    lessons, _ = distillation.draw_lessons(block, 12)
     for name, tensor in made.tensors.items():
         block.module.get_parameter(name.removeprefix(f"{block.name}.")).data.copy_(tensor)
-    student = distillation._Student(block, schemes)
+    student = distillation.Student(block, schemes)
     assert student.error(lessons[:: distillation.HELD]) == made.after < made.before
 
 
@@ -365,9 +365,9 @@ def test_steps_are_as_many_as_the_tokens_allow(
     first_block: FirstBlock, llama: PlainWeights, length: int, batch: int, steps: int
 ) -> None:
     block = first_block(llama, [(WINDOWS[0] * 8)[:length]] * 3 * batch, batch=batch)
-    lessons, found = distillation._lessons(block, None)
+    lessons, found = distillation.draw_lessons(block, None)
     assert (len(lessons), found) == (3, steps)
-    assert len(distillation._lessons(block, 1)[0]) == 2  # no more than are used
+    assert len(distillation.draw_lessons(block, 1)[0]) == 2  # no more than are used
 
 
 # ---- refusals ----

@@ -16,7 +16,15 @@ from quantry.models.reader import open_checkpoint
 from quantry.models.weights import PlainWeights
 from quantry.numerics.activations import simulate
 from quantry.quantizing.calibration import fisher as module
-from quantry.quantizing.calibration.fisher import Fisher, damage, draw, embedding_damage, fisher, input_damage, stored
+from quantry.quantizing.calibration.fisher import (
+    Fisher,
+    damage,
+    draw,
+    embedding_damage,
+    fisher,
+    input_damage,
+    load_or_compute,
+)
 from quantry.quantizing.calibration.store import Store
 from quantry.types import Activation, Grid
 from tiny_models import write_model
@@ -328,18 +336,18 @@ def test_the_store(found: Fisher, tmp_path: Path) -> None:
         return found
 
     store = Store(tmp_path / "store")
-    assert_equal(found, stored(store, "key", compute))
-    assert_equal(found, stored(store, "key", compute))
+    assert_equal(found, load_or_compute(store, "key", compute))
+    assert_equal(found, load_or_compute(store, "key", compute))
     assert len(calls) == 1
     (file,) = (tmp_path / "store" / "key").iterdir()
     data = bytearray(file.read_bytes())
     data[-5] ^= 1
     file.write_bytes(data)
-    assert_equal(found, stored(store, "key", compute))
+    assert_equal(found, load_or_compute(store, "key", compute))
     assert len(calls) == 2
-    assert_equal(found, stored(store, "key", compute))
+    assert_equal(found, load_or_compute(store, "key", compute))
     assert len(calls) == 2
-    stored(None, "key", compute)
-    stored(Store(tmp_path / "none", budget=10), "key", compute)
-    stored(Store(tmp_path / "none", budget=10), "key", compute)
+    load_or_compute(None, "key", compute)
+    load_or_compute(Store(tmp_path / "none", budget=10), "key", compute)
+    load_or_compute(Store(tmp_path / "none", budget=10), "key", compute)
     assert len(calls) == 5

@@ -18,6 +18,7 @@ from quantry.llamacpp.mixture import FILE_TYPES
 from quantry.llamacpp.model import Model
 from quantry.models.reader import demo_folder
 from quantry.numerics.ggml import native
+from quantry.quantizing.makers.gguf import GgufMaker
 from tiny_models import ARCHITECTURES, write_model
 
 TEXT = (
@@ -144,14 +145,14 @@ def test_a_killed_job_goes_on_inside_its_file(tmp_path: Path) -> None:
         quantry.quantize("demo", tmp_path / "out", preset="gguf-q6_k", progress=stop)
     whole = (tmp_path / "out.partial" / "demo-Q6_K.gguf.journal.partial").read_text().count("\n")
     assert whole > 20
-    made = quantry.quantizing.makers.BlockMaker.make
+    made = GgufMaker.make
 
-    def count(self: Any, piece: Any) -> Any:
+    def count(self: Any, piece: Any, known: Any) -> Any:
         seen.append(piece.name)
-        return made(self, piece)
+        return made(self, piece, known)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quantry.quantizing.makers.BlockMaker.make", count)
+        patch.setattr(GgufMaker, "make", count)
         quantry.quantize("demo", tmp_path / "out", preset="gguf-q6_k")
     assert len(seen) == 74 - whole  # what was whole was not made again
     again = written("demo", tmp_path / "again", "q6_k")

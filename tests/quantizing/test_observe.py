@@ -8,40 +8,22 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
+from linear_inputs import WINDOWS, Folder, inputs_of
 from quantry.blockwise.taps import LinearInputs
 from quantry.blockwise.walk import Walk
 from quantry.errors import QuantryError, WeightError
 from quantry.models.linears import fused_name, linears
-from quantry.models.reader import demo_folder, open_checkpoint
-from quantry.models.weights import MappedWeights
-from quantry.quantizing.calibration import observe as statistics
-from quantry.quantizing.calibration.observe import BINS, FINE, Observed, add_gram, attention, collect, merge
+from quantry.models.reader import demo_folder
+from quantry.quantizing.calibration.observe import FINE, InputSums, ObservedBlock, add_gram, attention, collect
+from quantry.quantizing.calibration.statistics import BINS, merge
 from quantry.types import Stats
 from tiny_models import ARCHITECTURES, write_model
 
 MIXTURES = tuple(
     name for name, tiny in ARCHITECTURES.items() if "moe" in tiny.model_type or "mixtral" in tiny.model_type
 )
-WINDOWS = [torch.randint(3, 300, (48,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(6)]
-
-
-class Folder:
-    """A 16-bit checkpoint as a source of weights."""
-
-    def __init__(self, folder: Path) -> None:
-        self.checkpoint = open_checkpoint(folder)
-        self.config = self.checkpoint.config
-        self.names = tuple(tensor.name for tensor in self.checkpoint.tensors)
-        self.activations: dict[str, Any] = {}
-        self._weights, self._tensors = (
-            MappedWeights(folder),
-            {tensor.name: tensor for tensor in self.checkpoint.tensors},
-        )
-
-    def read(self, name: str) -> Tensor:
-        return self._weights.get(self._tensors[name])
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -52,33 +34,9 @@ def model(request: Any, tmp_path_factory: Any) -> tuple[Path, Any]:
     return folder, kind.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
 
 
-def observe(source: Folder, windows: list[list[int]] = WINDOWS, **how: Any) -> Iterator[Observed]:
+def observe(source: Folder, windows: list[list[int]] = WINDOWS, **how: Any) -> Iterator[ObservedBlock]:
     for block in Walk(source, batch=2).blocks(windows):
         yield collect(block, **how)
-
-
-def inputs_of(model: Any, windows: list[list[int]] = WINDOWS) -> dict[str, Tensor]:
-    """Every input of every linear layer of a whole model, by the name transformers gives it; experts by number."""
-    found: dict[str, list[Tensor]] = {}
-    places = {}
-    for name, weight in model.named_parameters():
-        stem = name.removesuffix(".weight")
-        for index, matrix in enumerate(weight if weight.ndim == 3 else [weight]):
-            places[matrix.data_ptr()] = f"{stem}.{index}" if weight.ndim == 3 else stem
-    original = nn.functional.linear
-
-    def noted(inputs: Tensor, weight: Tensor, *others: Any, **more: Any) -> Tensor:
-        found.setdefault(places[weight.data_ptr()], []).append(inputs.reshape(-1, inputs.shape[-1]).double())
-        return original(inputs, weight, *others, **more)
-
-    nn.functional.linear = torch.nn.functional.linear = noted  # type: ignore[assignment]
-    try:
-        with torch.no_grad():
-            for window in windows:
-                model(input_ids=torch.tensor([window]), use_cache=False)
-    finally:
-        nn.functional.linear = torch.nn.functional.linear = original
-    return {name: torch.cat(parts) for name, parts in found.items()}
 
 
 def check(stats: Stats, rows: Tensor) -> None:
@@ -200,7 +158,7 @@ def test_starved_experts_borrow_and_others_do_not(tmp_path: Path) -> None:
     block = next(observe(Folder(tmp_path), WINDOWS[:1]))
     counts = {group: tokens for pool in block.tokens().values() for group, tokens in pool.items()}
     least = max(counts.values())  # which itself is enough
-    stats, starved = block.covered(least)
+    stats, starved = block.by_module(least)
     assert set(starved) == {group for group, tokens in counts.items() if tokens < least}
     assert 0 < len(starved) < len(counts)
     for group in block.stats.keys() - set(starved):
@@ -214,7 +172,7 @@ def test_an_expert_without_tokens_is_covered(tmp_path: Path) -> None:
     block = next(observe(Folder(tmp_path), [WINDOWS[0][:4]]))
     missing = set(block.pools) - set(block.stats)
     assert missing
-    stats, starved = block.covered(1)
+    stats, starved = block.by_module(1)
     assert missing == set(starved)
     assert all(stats[group].tokens == 8 for group in missing)
 
@@ -288,7 +246,7 @@ def test_the_gram_matrix_of_few_tokens_has_a_cholesky_factor_with_damping() -> N
 
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (1.0, 37.0, 2.0), (0.0, 3.0), (1e-6, 1e4)])
 def test_a_histogram_whose_range_grows(scales: tuple[float, ...]) -> None:
-    sums = statistics._Sums(7, torch.device("cpu"), True)
+    sums = InputSums(7, torch.device("cpu"), True)
     parts = []
     for seed, scale in enumerate(scales):
         parts.append(torch.randn(500, 7, generator=torch.Generator().manual_seed(seed)) * scale)
@@ -297,7 +255,7 @@ def test_a_histogram_whose_range_grows(scales: tuple[float, ...]) -> None:
 
 
 def test_a_silent_input_has_its_histogram_at_zero() -> None:
-    sums = statistics._Sums(4, torch.device("cpu"), True)
+    sums = InputSums(4, torch.device("cpu"), True)
     sums.add(torch.zeros(10, 4), "layer")
     histogram = sums.finish().histogram
     assert histogram is not None
@@ -311,7 +269,7 @@ def test_values_that_are_not_finite_name_the_layer_and_the_cause(value: float, t
         list(observe(source))
     rows = torch.tensor([[1.0, value]], dtype=torch.float16)
     with pytest.raises(WeightError, match=r"layer .*float16, likely an overflow; compute in bfloat16"):
-        statistics._Sums(2, torch.device("cpu"), False).add(rows, "layer")
+        InputSums(2, torch.device("cpu"), False).add(rows, "layer")
 
 
 class Overflowing(Folder):

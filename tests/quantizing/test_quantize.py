@@ -20,7 +20,8 @@ from quantry.errors import QuantryError
 from quantry.models.linears import fused_name, shared_name
 from quantry.models.reader import demo_folder, open_checkpoint
 from quantry.numerics.grids import dequantize
-from quantry.quantizing import makers
+from quantry.quantizing.calibration.block_inputs import BlockInputs
+from quantry.quantizing.makers.layers import LayerMaker
 from quantry.quantizing.recipe import presets
 from quantry.quantizing.tensor_plan import Piece
 from quantry.types import Scheme
@@ -448,20 +449,20 @@ def test_what_engines_fuse() -> None:
 
 def test_a_device_without_room_is_named(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one line, and what is written so far stays for the next run."""
-    whole = makers.Quantizer.make
+    whole = LayerMaker.make
     calls: list[Piece] = []
 
-    def short(self: makers.Quantizer, piece: Piece) -> Iterator[tuple[str, torch.Tensor]]:
+    def short(self: LayerMaker, piece: Piece, known: BlockInputs) -> Iterator[tuple[str, torch.Tensor]]:
         calls.append(piece)
         if len(calls) == 9:
             raise torch.OutOfMemoryError("no room")
-        yield from whole(self, piece)
+        yield from whole(self, piece, known)
 
-    monkeypatch.setattr(makers.Quantizer, "make", short)
+    monkeypatch.setattr(LayerMaker, "make", short)
     with pytest.raises(QuantryError, match=r"the device has no room for model\..*--device cpu"):
         quantry.quantize(llama, tmp_path / "out", preset="w4a16")
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(makers.Quantizer, "make", whole)
+    monkeypatch.setattr(LayerMaker, "make", whole)
     quantry.quantize(llama, tmp_path / "out", preset="w4a16")
     quantry.quantize(llama, tmp_path / "again", preset="w4a16")
     assert contents(tmp_path / "out") == contents(tmp_path / "again")

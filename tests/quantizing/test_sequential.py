@@ -3,7 +3,6 @@
 The oracle is transformers' own model, loaded from a checkpoint in which the blocks before are as they were stored.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -14,43 +13,34 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from quantry import registry
+from block_jobs import LAYERS, BlockJob, far
+from depth import cases
+from linear_inputs import inputs_of
 from quantry.blockwise.walk import Walk
 from quantry.errors import QuantryError
-from quantry.llamacpp.tensor_map import TensorSlice
-from quantry.models.anatomy import dissect
 from quantry.models.linears import Linear
 from quantry.models.parts import decoder_block
 from quantry.models.reader import open_checkpoint
-from quantry.models.weights import MappedWeights, PlainWeights, as_bytes
-from quantry.models.workspace import Workspace
+from quantry.models.weights import PlainWeights
 from quantry.numerics.activations import simulate
 from quantry.proof.sources import open_source
-from quantry.quantizing.calibration import calibrator as calibrated
-from quantry.quantizing.calibration import per_block as inputs_module
-from quantry.quantizing.calibration import resumable_walk as passage
+from quantry.quantizing.calibration import calibrator, resumable_walk
+from quantry.quantizing.calibration.block_inputs import StoredBlock
 from quantry.quantizing.calibration.distillation import distil
 from quantry.quantizing.calibration.observe import collect
-from quantry.quantizing.containers import gguf_file
-from quantry.quantizing.makers import BlockMaker, Quantizer, Reader
-from quantry.quantizing.recipe import from_options
-from quantry.quantizing.tensor_plan import Keep, block_of, by_block, divide
 from quantry.types import Activation, Stats
-from test_observe import inputs_of
-from test_smoothing_pairs import stacked
+from stacked_experts import stacked
 from tiny_models import write_model
 
-CPU = torch.device("cpu")
-TEXT: dict[str, Any] = {"samples": 12, "length": 32}
-LAYERS = 4
+GPTQ: dict[str, Any] = {"preset": "w4a16-gptq", "group": 32}
 
 
 @pytest.fixture(autouse=True)
 def store(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Statistics of these tests, apart from the user's, and in float32 as what they are held against."""
+    """Statistics of these tests, apart from the user's, and in float32 as the oracle."""
     folder: Path = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("QUANTRY_CACHE", str(folder))
-    monkeypatch.setattr(calibrated, "arithmetic", lambda device: torch.float32)
+    monkeypatch.setattr(calibrator, "arithmetic", lambda device: torch.float32)
     return folder
 
 
@@ -61,94 +51,14 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Spy(inputs_module.Inputs):
-    """Inputs that take note of what they tell and of what they are told."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.told: dict[str, Stats] = {}
-        self.heard: dict[tuple[str, int | None, tuple[int, int] | None], tuple[bool, Tensor]] = {}
-
-    def stats(self, name: str, expert: int | None = None) -> Stats | None:
-        found = super().stats(name, expert)
-        if found is not None:
-            self.told[name if expert is None else f"{name}.{expert}"] = found
-        return found
-
-    def made(self, layer: Linear | TensorSlice, weight: Tensor) -> None:
-        name = layer.source if isinstance(layer, Linear) else layer.name
-        self.heard[name, layer.expert, layer.rows] = (layer.flip, weight.clone())
-        super().made(layer, weight)
-
-
-class Job:
-    """A small job: all its pieces, block after block, without the files of a real one."""
-
-    def __init__(self, folder: Path, work: Path, preset: str | None, *, sequential: bool = True, **how: Any) -> None:
-        group, rounder, file = (how.pop(name, None) for name in ("group", "rounder", "recipe"))
-        recipe = replace(from_options(preset, file, None, None, group, rounder), sequential=sequential)
-        checkpoint = open_checkpoint(folder)
-        anatomy = dissect(checkpoint)
-        self.folder, self.blocks = folder, anatomy.blocks
-        form = None if recipe.format == "gguf" else registry.load("quantry.formats", recipe.format)
-        division = (
-            by_block(divide(checkpoint, recipe, anatomy.blocks, form, False), anatomy.blocks)
-            if form
-            else gguf_file.divide(checkpoint, recipe)
-        )
-        begun = calibrated.begin(
-            checkpoint, recipe, anatomy, division, CPU, data=how.pop("data", None), **{**TEXT, **how}
-        )
-        self.kept_bytes = begun.kept_bytes
-        reader = Reader(checkpoint, MappedWeights(folder), CPU)
-        self.walked: list[int] = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(calibrated, "Inputs", Spy)
-            made = begun.inputs(folder, reader.whole, lambda done, *_: self.walked.append(done))
-        assert isinstance(made, Spy)
-        self.inputs, self.pieces = made, division.pieces
-        settings = form.config(division.assignment, division.kept) if form else {}
-        rounding = registry.load("quantry.methods.rounders", recipe.preset.rounder)
-        self.maker = Quantizer(reader, form, settings, made) if form else BlockMaker(reader, {}, (), rounding, made)
-        self.made_again: list[int] = []
-        work.mkdir(exist_ok=True)
-        self.inputs.resume(Workspace(work), self.remake)
-
-    def remake(self, block: int) -> None:
-        self.made_again.append(block)
-        for piece in self.pieces:
-            if block_of(piece, self.blocks) == block:
-                list(self.maker.make(piece))
-
-    def run(self, start: int = 0, stop: int | None = None) -> dict[str, list[bytes]]:
-        """Makes some pieces: the stored bytes by piece."""
-        return {
-            piece.name: [name.encode() + bytes(as_bytes(tensor)) for name, tensor in self.maker.make(piece)]
-            for piece in self.pieces[start:stop]
-        }
-
-    def stored(self) -> dict[str, Tensor]:
-        """The tensors of the checkpoint as they are stored, put together from what the makers have said and kept."""
-        tensors = {name: tensor.float() for name, tensor in load_file(self.folder / "model.safetensors").items()}
-        for piece in self.pieces:
-            if isinstance(piece, Keep) and piece.linear is None:
-                tensors |= {name: tensor.float() for name, tensor in self.maker.make(piece)}
-        for (name, expert, rows), (flip, weight) in self.inputs.heard.items():
-            whole = tensors[name] if expert is None else tensors[name][expert]
-            if flip:
-                whole = whole.transpose(0, 1)
-            whole[slice(*(rows or (0, len(whole))))] = weight
-        return tensors
-
-
-def oracle(job: Job, tensors: dict[str, Tensor], block: int, folder: Path) -> dict[str, Tensor]:
-    """What the layers of a block are given by transformers' model when the blocks before it are these."""
+def oracle(job: BlockJob, tensors: dict[str, Tensor], block: int, folder: Path) -> dict[str, Tensor]:
+    """The inputs of a block's layers in transformers' model when the blocks before it are these."""
     copytree(job.folder, folder)
     original = {name: tensor.float() for name, tensor in load_file(job.folder / "model.safetensors").items()}
     before = {
         name: tensor
         for name, tensor in tensors.items()
-        if (place := decoder_block(name, job.blocks)) is not None and place < block
+        if (place := decoder_block(name, job.plan.block_count)) is not None and place < block
     }
     save_file(
         {name: t.contiguous() for name, t in {**original, **before}.items()},
@@ -156,43 +66,42 @@ def oracle(job: Job, tensors: dict[str, Tensor], block: int, folder: Path) -> di
         {"format": "pt"},
     )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
-    return inputs_of(model, [list(window) for window in job.inputs._statistics.data.tokens])
+    return inputs_of(model, job.windows)
 
 
-def check_gram(found: Stats, rows: Tensor, limit: float = 2e-4) -> None:
-    rows = rows.reshape(-1, rows.shape[-1]).double()
-    wanted = rows.T @ rows / len(rows)
-    assert found.tokens == len(rows)
-    assert float((found.gram.double() - wanted).norm() / wanted.norm()) < limit
+def check_gram(stats: Stats, rows: Tensor, limit: float = 2e-4) -> None:
+    flat = rows.reshape(-1, rows.shape[-1]).double()
+    wanted = flat.T @ flat / len(flat)
+    assert stats.tokens == len(flat)
+    assert float((stats.gram.double() - wanted).norm() / wanted.norm()) < limit
 
 
-def far(one: Tensor, other: Tensor) -> float:
-    return float((one - other).norm() / other.norm())
+def gram_of(rows: Tensor) -> Tensor:
+    return (rows.T @ rows / len(rows)).float()
 
 
 def test_a_block_sees_what_the_stored_ones_before_it_give(llama: Path, tmp_path: Path) -> None:
-    job = Job(llama, tmp_path / "work", "w4a16-gptq", group=32)
+    job = BlockJob(llama, tmp_path / "out", **GPTQ)
     job.run()
     tensors = job.stored()
-    plain = Job(llama, tmp_path / "plain", "w4a16-gptq", group=32, sequential=False)
+    plain = BlockJob(llama, tmp_path / "plain", sequential=False, **GPTQ)
     plain.run()
     for block in range(LAYERS):
         seen = oracle(job, tensors, block, tmp_path / str(block))
         for leaf in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"):
             name = f"model.layers.{block}.{leaf}"
-            check_gram(job.inputs.told[name], seen[name])
-            off = far(job.inputs.told[name].gram, plain.inputs.told[name].gram)
+            check_gram(job.spy.stats[name], seen[name])
+            off = far(job.spy.stats[name].gram, plain.spy.stats[name].gram)
             assert off == 0 if block == 0 else off > 5e-3, name
-    assert job.walked == list(range(LAYERS))
-    assert job.made_again == []
+    assert job.walked == job.spy.entered == list(range(LAYERS))
 
 
-def test_nothing_goes_into_the_store_or_comes_from_it(llama: Path, tmp_path: Path, store: Path) -> None:
-    Job(llama, tmp_path / "work", "w4a16-gptq", group=32).run(stop=12)
+def test_a_sequential_job_neither_writes_nor_reads_the_store(llama: Path, tmp_path: Path, store: Path) -> None:
+    BlockJob(llama, tmp_path / "out", **GPTQ).killed_after(12)
     assert list(store.iterdir()) == []
-    Job(llama, tmp_path / "plain", "w4a16-gptq", group=32, sequential=False).run()
+    BlockJob(llama, tmp_path / "plain", sequential=False, **GPTQ).run()
     assert list(store.iterdir()) != []
-    job = Job(llama, tmp_path / "again", "w4a16-gptq", group=32)
+    job = BlockJob(llama, tmp_path / "again", **GPTQ)
     job.run()
     assert job.walked == list(range(LAYERS))
 
@@ -203,64 +112,52 @@ def test_experts(fused: bool, tmp_path: Path) -> None:
     if fused:
         path = tmp_path / "model" / "model.safetensors"
         save_file(stacked(load_file(path), flip=False), path, {"format": "pt"})
-    job = Job(tmp_path / "model", tmp_path / "work", "w4a16-gptq", group=16)
+    job = BlockJob(tmp_path / "model", tmp_path / "out", preset="w4a16-gptq", group=16)
     job.run()
     name = "model.layers.1.self_attn.v_proj"
     seen = oracle(job, job.stored(), 1, tmp_path / "oracle")
-    check_gram(job.inputs.told[name], seen[name])
+    check_gram(job.spy.stats[name], seen[name])
     gate = "model.layers.1.mlp.shared_expert.gate_proj"
-    check_gram(job.inputs.told[gate], seen[gate])
-    assert far(job.inputs.told[name].gram, oracle_gram(oracle(job, {}, 1, tmp_path / "plain")[name])) > 5e-3
+    check_gram(job.spy.stats[gate], seen[gate])
+    assert far(job.spy.stats[name].gram, gram_of(oracle(job, {}, 1, tmp_path / "plain")[name])) > 5e-3
 
 
-def oracle_gram(rows: Tensor) -> Tensor:
-    return (rows.T @ rows / len(rows)).float()
+ARCHITECTURES = ("LlamaForCausalLM", "Phi3ForCausalLM", "Qwen3MoeForCausalLM")
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Phi3ForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize("architecture", cases(ARCHITECTURES, ARCHITECTURES[:2]))
 def test_gguf(architecture: str, tmp_path: Path) -> None:
-    """Rows in llama.cpp's order, layers that are cut out of one tensor, and experts find their way back."""
+    """Rows in llama.cpp's order, layers cut out of one tensor, and experts are put back in place."""
     write_model(tmp_path / "model", architecture)
-    job = Job(tmp_path / "model", tmp_path / "work", "gguf-q4_0", rounder="gptq")
+    job = BlockJob(tmp_path / "model", tmp_path / "out", preset="gguf-q4_0", rounder="gptq")
     job.run()
     assert job.walked == [0, 1]
     name = "model.layers.1.self_attn." + ("qkv_proj" if architecture.startswith("Phi3") else "q_proj")
     seen = oracle(job, job.stored(), 1, tmp_path / "oracle")
-    check_gram(job.inputs.told[f"{name}.weight"], seen[name])
-    assert far(job.inputs.told[f"{name}.weight"].gram, oracle_gram(oracle(job, {}, 1, tmp_path / "plain")[name])) > 5e-3
+    check_gram(job.spy.stats[name], seen[name])
+    assert far(job.spy.stats[name].gram, gram_of(oracle(job, {}, 1, tmp_path / "plain")[name])) > 5e-3
 
 
-def test_parts_of_stacks_are_put_back_where_they_were() -> None:
+def test_slices_of_stacks_are_put_back_where_they_were() -> None:
     whole = torch.randn(3, 6, 8)
-    flipped = [
-        Linear("m", "layers.0.x", (4, 6), "", "", expert, rows, True)
-        for expert in range(3)
-        for rows in ((0, 4), (4, 8))
-    ]
-    stored = inputs_module._Stored(
-        {0: frozenset({(one.source, one.expert, one.rows) for one in flipped})}, torch.float32
-    )
-    for number, one in enumerate(flipped):
-        assert stored.lacks(0)
-        stored.add(0, one, torch.full((4, 6), float(number)), lambda _: whole)
-    assert not stored.lacks(0)
-    made = stored.take()["layers.0.x"]
+    stored = StoredBlock(lambda _: whole, torch.float32, None)
+    slices = [(expert, rows) for expert in range(3) for rows in ((0, 4), (4, 8))]
+    for number, (expert, rows) in enumerate(slices):
+        stored.add(Linear("m", "layers.0.x", (4, 6), "", "", expert, rows, True), torch.full((4, 6), float(number)))
     for expert in range(3):
-        assert torch.equal(made[expert], torch.tensor([2.0 * expert] * 4 + [2.0 * expert + 1] * 4).repeat(6, 1))
-    assert stored.lacks(0)
-    assert not stored.lacks(1)
-    plain = Linear("m", "layers.1.y", (4, 6), "", "", None, None, True)
-    stored.add(1, plain, torch.arange(24.0).view(4, 6), lambda _: whole)
-    assert torch.equal(stored.take()["layers.1.y"], torch.arange(24.0).view(4, 6).T)
+        wanted = torch.tensor([2.0 * expert] * 4 + [2.0 * expert + 1] * 4).repeat(6, 1)
+        assert torch.equal(stored.tensors["layers.0.x"][expert], wanted)
+    stored.add(Linear("m", "layers.0.y", (4, 6), "", "", None, None, True), torch.arange(24.0).view(4, 6))
+    assert torch.equal(stored.tensors["layers.0.y"], torch.arange(24.0).view(4, 6).T)
 
 
-def hidden_states(job: Job, block: int, folder: Path, kind: Activation | None = None) -> Tensor:
-    """What comes to a block of transformers' model if all before are as they are stored, inputs of layers included."""
+def hidden_states(job: BlockJob, block: int, folder: Path, kind: Activation | None = None) -> Tensor:
+    """The hidden states before a block of transformers' model with all blocks as stored, quantized inputs included."""
     tensors, places = job.stored(), dict[int, str]()
     original = torch.nn.functional.linear
 
     def rounded(inputs: Tensor, weight: Tensor, *others: Any) -> Tensor:
-        if kind and (decoder_block(places[weight.data_ptr()], job.blocks) or 0) < block:
+        if kind and (decoder_block(places[weight.data_ptr()], job.plan.block_count) or 0) < block:
             inputs = simulate(inputs, kind).to(inputs.dtype)
         return original(inputs, weight, *others)
 
@@ -272,94 +169,86 @@ def hidden_states(job: Job, block: int, folder: Path, kind: Activation | None = 
     places = {weight.data_ptr(): name for name, weight in model.named_parameters()}
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(torch.nn.functional, "linear", rounded)
-        tokens = torch.tensor(job.inputs._statistics.data.tokens)
-        found: Tensor = model(input_ids=tokens, use_cache=False, output_hidden_states=True).hidden_states[block]
-    return found
+        tokens = torch.tensor(job.windows)
+        states: Tensor = model(input_ids=tokens, use_cache=False, output_hidden_states=True).hidden_states[block]
+    return states
 
 
-def kept(job: Job, work: Path, block: int) -> Tensor:
-    lengths = [len(window) for window in job.inputs._statistics.data.tokens]
-    found = passage.load(work / f"hidden-{block:05d}.partial", lengths)
-    assert found is not None
-    return torch.stack(found)
+def kept(job: BlockJob, block: int) -> Tensor:
+    """The hidden states that a job has kept, which is killed in its last block."""
+    twin = job.out.with_name(f"{job.out.name}-killed.partial")
+    states = resumable_walk.load(twin / f"hidden-{block:05d}.partial", [len(window) for window in job.windows])
+    assert states is not None
+    return torch.stack(states)
+
+
+def finished_and_killed(llama: Path, out: Path, **settings: Any) -> BlockJob:
+    """A finished job, and beside it the same one killed in its last block, where hidden states still are kept."""
+    job = BlockJob(llama, out, **settings)
+    job.run()
+    BlockJob(llama, out.with_name(f"{out.name}-killed"), **settings).killed_after(job.first_pieces()[LAYERS - 1] + 1)
+    return job
 
 
 def test_scaled_norms_are_part_of_what_is_stored(llama: Path, tmp_path: Path) -> None:
     """AWQ moves scales into norms and other layers: forgetting one of them would give another model."""
-    job = Job(llama, tmp_path / "work", "w4a16-awq", group=32)
-    job.run()
+    job = finished_and_killed(llama, tmp_path / "out", preset="w4a16-awq", group=32)
     wanted = hidden_states(job, 3, tmp_path / "oracle")
-    assert far(kept(job, tmp_path / "work", 3), wanted) < 1e-5
+    assert far(kept(job, 3), wanted) < 1e-5
     plain = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
     with torch.no_grad():
-        before = plain(torch.tensor(job.inputs._statistics.data.tokens), output_hidden_states=True).hidden_states[3]
+        before = plain(torch.tensor(job.windows), output_hidden_states=True).hidden_states[3]
     assert far(before, wanted) > 1e-2
 
 
 def test_inputs_are_quantized_too_where_an_engine_does_it(llama: Path, tmp_path: Path) -> None:
-    job = Job(llama, tmp_path / "work", "w8a8", rounder="gptq")
-    job.run()
-    kind = next(iter(job.inputs._schemes.values())).activation
+    job = finished_and_killed(llama, tmp_path / "out", preset="w8a8", rounder="gptq")
+    kind = next(iter(job.schemes.values())).activation
     wanted = hidden_states(job, 3, tmp_path / "oracle", kind)
     without = hidden_states(job, 3, tmp_path / "without")
-    assert far(kept(job, tmp_path / "work", 3), wanted) < 2e-3  # a sum in another order may fall on another code
+    assert far(kept(job, 3), wanted) < 2e-3  # a sum in another order may fall on another code
     assert far(without, wanted) > 5e-3
 
 
-def test_layers_that_are_not_calibrated_are_passed_as_they_are_stored(llama: Path, tmp_path: Path) -> None:
-    """The first two blocks are rounded without statistics, so no one asks for any; the third is kept in 16 bit."""
+def test_layers_that_are_not_calibrated_run_as_they_are_stored(llama: Path, tmp_path: Path) -> None:
+    """The first two blocks are rounded without statistics; the third is kept in 16 bit."""
     recipe = tmp_path / "recipe.toml"
     rules = {"*.layers.[01].*": 'preset = "w8a16"\ngroup = 32', "*.layers.2.*": "keep = true"}
     recipe.write_text(
         'preset = "w4a16-gptq"\ngroup = 32\n'
         + "".join(f'[[rules]]\nmatch = "{match}"\n{what}\n' for match, what in rules.items())
     )
-    job = Job(llama, tmp_path / "work", None, recipe=recipe)
-    job.run()
-    assert job.inputs.told.keys() == {name for name in job.inputs.told if ".layers.3." in name} != set()
-    assert job.walked == list(range(LAYERS))
-    assert far(kept(job, tmp_path / "work", 3), hidden_states(job, 3, tmp_path / "oracle")) < 1e-5
+    job = finished_and_killed(llama, tmp_path / "out", recipe=recipe)
+    assert far(kept(job, 3), hidden_states(job, 3, tmp_path / "oracle")) < 1e-5
 
 
-def bounds(job: Job) -> dict[int, int]:
-    """The first piece of each block."""
-    found: dict[int, int] = {}
-    for number, piece in enumerate(job.pieces):
-        block = block_of(piece, job.blocks)
-        if block is not None:
-            found.setdefault(block, number)
-    return found
-
-
-@pytest.mark.parametrize(("preset", "step"), [("w4a16-gptq", 5), ("w4a16-awq", 11)])
+@pytest.mark.parametrize(("preset", "step"), [("w4a16-gptq", 7), ("w4a16-awq", 13)])
 def test_a_killed_job_makes_the_same_bytes(llama: Path, tmp_path: Path, preset: str, step: int) -> None:
     """Killed after some pieces, with one more made but not on the disk yet."""
-    whole = Job(llama, tmp_path / "whole", preset, group=32)
+    whole = BlockJob(llama, tmp_path / "whole", preset=preset, group=32)
     expected = whole.run()
-    assert whole.made_again == []
-    for cut in range(0, len(whole.pieces), step):
-        work = tmp_path / f"{cut}"
-        Job(llama, work, preset, group=32).run(stop=cut + 1)
-        again = Job(llama, work, preset, group=32)
-        made = again.run(start=cut)
-        assert made == {name: expected[name] for name in made}
-        block = block_of(whole.pieces[cut], LAYERS)
-        if block is not None and again.walked:
-            assert again.walked[0] >= block - 1, cut
-            assert set(again.made_again) <= {block - 1, block}, cut  # the one before if no layer of this one was made
-        assert len(list(work.glob("hidden-*"))) <= 2
+    for cut in range(0, len(whole.plan.pieces), step):
+        out = tmp_path / f"{cut}"
+        first = BlockJob(llama, out, preset=preset, group=32)
+        first.killed_after(cut)
+        assert len(list(first.partial.glob("hidden-*"))) <= 2
+        again = BlockJob(llama, out, preset=preset, group=32)
+        assert again.run() == expected
+        block = whole.plan.block_of(whole.plan.pieces[cut])
+        if block is not None:
+            assert again.spy.entered == list(range(block, LAYERS)), cut  # made again from its first piece
 
 
 @pytest.mark.parametrize("harm", ["none", "last", "both", "cut", "flip", "empty", "torn"])
 def test_hidden_states_that_are_gone_or_damaged(llama: Path, tmp_path: Path, harm: str) -> None:
-    whole = Job(llama, tmp_path / "whole", "w4a16-gptq", group=32)
-    expected, first = whole.run(), bounds(whole)
-    work = tmp_path / "work"
-    Job(llama, work, "w4a16-gptq", group=32).run(stop=first[3] + 2)
-    files = sorted(work.glob("hidden-*"))
+    whole = BlockJob(llama, tmp_path / "whole", **GPTQ)
+    expected = whole.run()
+    killed = BlockJob(llama, tmp_path / "out", **GPTQ)
+    killed.killed_after(whole.first_pieces()[3] + 2)
+    files = sorted(killed.partial.glob("hidden-*"))
     assert [file.name for file in files] == ["hidden-00002.partial", "hidden-00003.partial"]
     content = files[1].read_bytes()
-    assert whole.kept_bytes == sum(file.stat().st_size - passage.HEADER for file in files)
+    assert whole.kept_bytes == sum(file.stat().st_size - resumable_walk.HEADER for file in files)
     changed = bytearray(content)
     changed[-5] ^= 4
     damage = {"cut": content[:-64], "flip": bytes(changed), "empty": b"", "torn": bytes(4096) + content[4096:]}
@@ -367,33 +256,24 @@ def test_hidden_states_that_are_gone_or_damaged(llama: Path, tmp_path: Path, har
         files[1].write_bytes(damage[harm])
     for file in {"last": files[1:], "both": files}.get(harm, []):
         file.unlink()
-    again = Job(llama, work, "w4a16-gptq", group=32)
-    made = again.run(start=first[3])
-    assert made == {name: expected[name] for name in made}
+    again = BlockJob(llama, tmp_path / "out", **GPTQ)
+    assert again.run() == expected
     start = {"none": 3, "both": 0}.get(harm, 2)
-    assert again.walked == list(range(start, LAYERS))
-    assert again.made_again == list(range(start, 3))
-
-
-def test_a_block_before_the_last_kept_one_is_reached_too(llama: Path, tmp_path: Path) -> None:
-    """A disk that lost more than the last block."""
-    whole = Job(llama, tmp_path / "whole", "w4a16-gptq", group=32)
-    expected, first = whole.run(), bounds(whole)
-    again = Job(llama, tmp_path / "whole", "w4a16-gptq", group=32)
-    made = again.run(start=first[1])
-    assert made == {name: expected[name] for name in made}
-    assert again.walked == list(range(LAYERS))
-    assert again.made_again == [0]
+    assert again.walked == again.spy.entered == list(range(start, LAYERS))
 
 
 def test_a_job_that_cannot_keep_hidden_states_goes_on(llama: Path, tmp_path: Path) -> None:
-    whole = Job(llama, tmp_path / "whole", "w4a16-gptq", group=32)
-    expected = whole.run()
-    job = Job(llama, tmp_path / "work", "w4a16-gptq", group=32)
+    expected = BlockJob(llama, tmp_path / "whole", **GPTQ).run()
+    first = BlockJob(llama, tmp_path / "out", **GPTQ)
+    first.killed_after(0)
     for block in range(LAYERS):
-        (tmp_path / "work" / f"hidden-{block:05d}.new.partial").mkdir()  # in the way of the file
-    assert job.run() == expected
-    assert not list((tmp_path / "work").glob("hidden-?????.partial"))
+        (first.partial / f"hidden-{block:05d}.new.partial").mkdir()  # in the way of the file
+    job = BlockJob(llama, tmp_path / "out", **GPTQ)
+    job.killed_after(len(job.plan.pieces) - 1)
+    assert not list(job.partial.glob("hidden-?????.partial"))
+    for block in range(LAYERS):
+        (first.partial / f"hidden-{block:05d}.new.partial").rmdir()
+    assert BlockJob(llama, tmp_path / "out", **GPTQ).run() == expected
 
 
 def test_a_walk_can_begin_at_any_block(llama: Path) -> None:
@@ -431,56 +311,40 @@ def test_replaced_tensors_are_those_that_run(llama: Path, tmp_path: Path) -> Non
 
 
 def test_a_distilled_job_takes_the_tensors_that_were_trained(llama: Path, tmp_path: Path, store: Path) -> None:
-    """On what the 16-bit blocks give, without statistics, and with what was gained in the notes."""
-    job = Job(llama, tmp_path / "work", "w8a8-zeroquant", sequential=False)
+    """On what the 16-bit blocks give, without statistics, and with the gain in the notes."""
+    job = BlockJob(llama, tmp_path / "out", preset="w8a8-zeroquant", sequential=False)
     job.run()
     assert job.walked == list(range(LAYERS))
-    assert job.inputs.told == {}
+    assert job.spy.stats == {}
     assert list(store.iterdir()) == []
-    (note,) = job.inputs.notes()
+    (note,) = job.notes
     assert note.startswith("Distillation lowered the squared error of a block's output on held-out text from ")
     assert note.endswith(f"(medians of {LAYERS} blocks).")
-    schemes = job.inputs._schemes
     walk = Walk(PlainWeights(open_checkpoint(llama), llama), batch=1)
-    for block in walk.blocks(job.inputs._statistics.data.tokens):
-        inside = {name: scheme for name, scheme in schemes.items() if name.startswith(f"{block.name}.")}
+    for block in walk.blocks(job.windows):
+        inside = {name: scheme for name, scheme in job.schemes.items() if name.startswith(f"{block.name}.")}
         wanted = distil(block, inside, seed=0)
         assert wanted.after < wanted.before
-        found = job.inputs._findings[f"distilled {block.index}"]
-        assert found == [wanted.before, wanted.after]
-        if block.index == LAYERS - 1:  # the block in hand
-            trained = {name: job.inputs.tensor(name) for name in wanted.tensors}
-            assert all(
-                torch.equal(tensor, wanted.tensors[name]) for name, tensor in trained.items() if tensor is not None
-            )
-            assert None not in trained.values()
-    assert job.inputs.tensor("model.norm.weight") is None
+        assert wanted.tensors
+        assert all(torch.equal(job.spy.tensors[name], tensor) for name, tensor in wanted.tensors.items())
+    assert "model.norm.weight" not in job.spy.tensors
 
 
 def test_a_distilled_job_gives_heads_without_statistics(llama: Path, tmp_path: Path) -> None:
-    job = Job(llama, tmp_path / "work", "w8a8-zeroquant", sequential=False)
-    observed = [
-        collect(block)
-        for block in Walk(PlainWeights(open_checkpoint(llama), llama), batch=1).blocks(
-            job.inputs._statistics.data.tokens
-        )
-    ]
-    for index in (0, 2):
-        heads, wanted = job.inputs.heads(index), observed[index].heads
+    job = BlockJob(llama, tmp_path / "out", preset="w8a8-zeroquant", sequential=False, kv="fp8")
+    job.run()
+    for block in Walk(PlainWeights(open_checkpoint(llama), llama), batch=1).blocks(job.windows):
+        heads, wanted = job.spy.heads[block.index], collect(block).heads
         assert heads is not None
         assert wanted is not None
         assert torch.equal(heads.keys, wanted.keys)
         assert torch.equal(heads.values, wanted.values)
-    plain = Job(llama, tmp_path / "plain", "w4a16-gptq", group=32, sequential=False).inputs.heads(1)
-    assert plain is not None
-    assert torch.equal(plain.values, observed[1].heads.values)  # type: ignore[union-attr]
 
 
 def test_what_cannot_be_distilled_is_refused_before(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(QuantryError, match="1 sample is too few to distil on"):
-        Job(llama, tmp_path / "work", "w8a8-zeroquant", sequential=False, samples=1)
+        BlockJob(llama, tmp_path / "out", preset="w8a8-zeroquant", sequential=False, samples=1)
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('preset = "w8a8-zeroquant"\n[[rules]]\nmatch = "*.layers.0.*"\npreset = "w8a8-smoothquant"\n')
     with pytest.raises(QuantryError, match="both distils blocks and transforms them with smoothquant"):
-        Job(llama, tmp_path / "work", None, sequential=False, recipe=recipe)
-    assert not (tmp_path / "work").exists()
+        BlockJob(llama, tmp_path / "out", sequential=False, recipe=recipe)

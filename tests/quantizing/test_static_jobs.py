@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import quantry
 from command import process as command
 from killed_jobs import contents
+from linear_inputs import inputs_of
 from quantry.blockwise.walk import run
 from quantry.errors import QuantryError
 from quantry.models.reader import demo_folder
@@ -20,7 +21,6 @@ from quantry.proof.sources import open_source
 from quantry.quantizing.calibration.text import load
 from quantry.quantizing.quantized_model import QuantizedModel
 from quantry.quantizing.recipe import presets
-from test_observe import inputs_of
 from test_quantize import CONFIG, llama_shapes
 from test_quantize import write_model as write_plain
 from tiny_models import write_model
@@ -55,7 +55,7 @@ def lost(wanted: Tensor, found: Tensor) -> float:
 
 def scales(folder: Path) -> dict[str, float]:
     model = QuantizedModel(folder)
-    found = {module: model.input_scale(module) for module in model.schemes}
+    found = {module: model.read(module).input_scale for module in model.schemes}
     return {module: float(scale) for module, scale in found.items() if scale is not None}
 
 

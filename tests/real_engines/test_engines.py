@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import quantry
 from environment import CACHE, HERE, ensure
 from quantry.blockwise import walk
-from quantry.jobs.auto.sensitivity import unmeasured
+from quantry.jobs.auto.sensitivity import Method, unmeasured
 from quantry.jobs.auto.solver import limits
 from quantry.models.anatomy import sixteen_bit
 from quantry.models.reader import open_checkpoint
@@ -192,7 +192,9 @@ def test_vllm_serves_a_mixture(workshop: Path) -> None:
     """4 bits with and without zero points, 8 bits and 16 bit side by side, in groups of several sizes."""
     folder, model = workshop / "mixture", reference(2)
     checkpoint = open_checkpoint(model)
-    smallest, largest = limits(unmeasured(checkpoint, sixteen_bit(checkpoint), "compressed-tensors", "awq").items())
+    smallest, largest = limits(
+        unmeasured(checkpoint, sixteen_bit(checkpoint), Method("compressed-tensors", "gptq", "awq")).items()
+    )
     budget = f"{8 * (smallest + (largest - smallest) // 40) / sixteen_bit(checkpoint).parameters:.3f}bpw"
     how = {"format": "compressed-tensors", "samples": 16, "length": 128}
     quantry.quantize(model, folder, preset="auto", budget=budget, gpu="cpu", **how)  # type: ignore[arg-type]

@@ -11,8 +11,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quantry.errors import CheckpointError, ConfigError
-from quantry.formats import (
+from quantry.formats.contract import (
     STORED,
+    CacheFormat,
     Layout,
     ModelType,
     float_scale,
@@ -26,12 +27,15 @@ from quantry.formats import (
     setting,
     spell,
 )
-from quantry.types import Grid, Params, QTensor, Scheme, TensorInfo
+from quantry.types import Activation, Grid, Params, QTensor, Scheme, TensorInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 NAME = "awq"
+CONTAINER = "folder"
+QUANT_METHODS = ("awq",)
+CACHE_SCALES: CacheFormat | None = None
 
 
 def refusal(scheme: Scheme) -> str | None:
@@ -53,8 +57,8 @@ def model_dtype(dtype: str) -> str:
     return "f16"
 
 
-def layout(module: str, shape: tuple[int, int], grid: Grid) -> Layout:
-    refuse(module, NAME, refusal(Scheme(grid)))
+def layout(module: str, shape: tuple[int, int], grid: Grid, static: Activation | None = None) -> Layout:
+    refuse(module, NAME, refusal(Scheme(grid, static)))
     rows, columns = shape
     need_multiple(module, "inputs", columns, grid.block[1], NAME)
     need_multiple(module, "outputs", rows, 8, NAME)
@@ -96,7 +100,7 @@ def decode(
     return QTensor(grid, codes, Params(scale, None if grid.symmetric else zero))
 
 
-def config(assignment: Mapping[str, Scheme], kept: Sequence[str]) -> dict[str, Any]:
+def config(assignment: Mapping[str, Scheme], kept: Sequence[str], cache: Grid | None = None) -> dict[str, Any]:
     size = only_one(NAME, assignment, (f"groups of {scheme.weight.block[1]}" for scheme in assignment.values()))
     return {
         "quant_method": "awq",

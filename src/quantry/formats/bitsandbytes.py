@@ -21,13 +21,26 @@ from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
 from quantry.errors import CheckpointError, ConfigError
-from quantry.formats import Layout, ModelType, kept_names, modules_with, only_one, part, refuse, spell
-from quantry.types import Grid, Nested, Params, QTensor, Scheme, TensorInfo
+from quantry.formats.contract import (
+    CacheFormat,
+    Layout,
+    ModelType,
+    kept_names,
+    modules_with,
+    only_one,
+    part,
+    refuse,
+    spell,
+)
+from quantry.types import Activation, Grid, Nested, Params, QTensor, Scheme, TensorInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 NAME = "bitsandbytes"
+CONTAINER = "folder"
+QUANT_METHODS = ("bitsandbytes",)
+CACHE_SCALES: CacheFormat | None = None
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # bitsandbytes 0.50.2, functional.quantize_4bit
 NESTED_BLOCK = 256
 OFFSET_LENGTH = 24  # the longest text of a float is 24 characters: -1.2345678901234567e-308
@@ -54,8 +67,8 @@ def model_dtype(dtype: str) -> str:
     return dtype
 
 
-def layout(module: str, shape: tuple[int, int], grid: Grid) -> Layout:
-    refuse(module, NAME, refusal(Scheme(grid)))
+def layout(module: str, shape: tuple[int, int], grid: Grid, static: Activation | None = None) -> Layout:
+    refuse(module, NAME, refusal(Scheme(grid, static)))
     if grid.kind == "int":
         return {
             f"{module}.weight": ("I8", shape),
@@ -142,7 +155,7 @@ def decode(
     return QTensor(grid, codes, Params(unnest(nested), nested=nested))
 
 
-def config(assignment: Mapping[str, Scheme], kept: Sequence[str]) -> dict[str, Any]:
+def config(assignment: Mapping[str, Scheme], kept: Sequence[str], cache: Grid | None = None) -> dict[str, Any]:
     """What transformers' BitsAndBytesConfig(...).to_dict() gives; block sizes are not in it."""
     grids = [scheme.weight for scheme in assignment.values()]
     only_one(NAME, assignment, (f"{grid.kind}{' nested' if grid.nested else ''} for {grid.scale}" for grid in grids))

@@ -22,40 +22,34 @@ for CPUs alone. Such a file is read here and not written.
 widths are the same in both. Reading tells the two apart by the number of words.
 """  # noqa: E501
 
-import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from quantry.errors import CheckpointError, ConfigError, QuantryError
-from quantry.formats import (
+from quantry.errors import CheckpointError
+from quantry.formats import _compressed_tensors_cache
+from quantry.formats._compressed_tensors_config import BITS, is_packed, schemes_of, settings_of
+from quantry.formats.contract import (
     STORED,
+    CacheFormat,
     Layout,
     ModelType,
-    float_scale,
-    modules_with,
     need_multiple,
     part,
     refuse,
     scale_shape,
-    setting,
     spell,
 )
-from quantry.types import Activation, Grid, Params, QTensor, ScaleType, Scheme, TensorInfo
+from quantry.types import Activation, Grid, Params, QTensor, Scheme, TensorInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 NAME = "compressed-tensors"
-BITS = (2, 3, 4, 8)
-READ = (  # sub-formats; naive-quantized is what int- and float-quantized were called before
-    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
-    "mxfp4-pack-quantized",
-)  # fmt: skip
-KEYS_VALUES = ("k_proj", "v_proj", "qkv_proj")  # an attention module that has one of them has a cache to be scaled
-HEADS = ("lm_head", "embed_tokens")  # no Linear in vLLM (0.32): a quantized one must be a target by its name
+CONTAINER = "folder"
+QUANT_METHODS = ("compressed-tensors",)
+CACHE_SCALES: CacheFormat = _compressed_tensors_cache
 
 
 def refusal(scheme: Scheme) -> str | None:
@@ -90,13 +84,13 @@ def model_dtype(dtype: str) -> str:
     return dtype
 
 
-def layout(module: str, shape: tuple[int, int], grid: Grid, activation: Activation | None = None) -> Layout:
-    """The tensors of a layer; `activation` is given where its scale is static, and so is stored."""
-    refuse(module, NAME, refusal(Scheme(grid, activation) if activation else _example(grid)))
-    inputs: Layout = {}
-    if activation and not activation.dynamic:
-        inputs = {_input_name(module, grid): ("F32" if grid.kind == "e2m1" else STORED[grid.scale], (1,))}
-    return {**_weight_layout(module, shape, grid), **inputs}
+def layout(module: str, shape: tuple[int, int], grid: Grid, static: Activation | None = None) -> Layout:
+    """Returns the tensors of a layer; a static input adds its scale."""
+    refuse(module, NAME, refusal(Scheme(grid, static) if static else _example(grid)))
+    weight = _weight_layout(module, shape, grid)
+    if static is None:
+        return weight
+    return {**weight, _input_name(module, grid): ("F32" if grid.kind == "e2m1" else STORED[grid.scale], (1,))}
 
 
 def _weight_layout(module: str, shape: tuple[int, int], grid: Grid) -> Layout:
@@ -108,7 +102,7 @@ def _weight_layout(module: str, shape: tuple[int, int], grid: Grid) -> Layout:
     if grid.kind == "e2m1":
         outer: Layout = {f"{module}.weight_global_scale": ("F32", (1,))} if grid.scale == "e4m3" else {}
         return {f"{module}.weight_packed": ("U8", (rows, columns // 2)), **scale, **outer}
-    if not _is_packed(grid):
+    if not is_packed(grid):
         return {f"{module}.weight": ("I8" if grid.kind == "int" else "F8_E4M3", shape), **scale}
     zeros: Layout = {f"{module}.weight_zero_point": ("I32", (ceil(rows * grid.bits / 32), wide))}
     return {
@@ -119,10 +113,21 @@ def _weight_layout(module: str, shape: tuple[int, int], grid: Grid) -> Layout:
     }
 
 
-def encode(module: str, tensor: QTensor, inputs: "Tensor | None" = None) -> "dict[str, Tensor]":
-    """The stored tensors of a layer; `inputs` is the static scale of its input, rounded to the dtype that is stored."""
-    static = {} if inputs is None else {_input_name(module, tensor.grid): inputs.reshape(1)}
-    return {**_encode_weight(module, tensor), **static}
+def config(assignment: Mapping[str, Scheme], kept: Sequence[str], cache: Grid | None = None) -> dict[str, Any]:
+    refuse("the KV cache", NAME, CACHE_SCALES.refusal(cache) if cache else None)
+    return settings_of(assignment, kept, cache)
+
+
+def schemes(settings: Mapping[str, Any], tensors: Sequence[TensorInfo]) -> dict[str, Scheme]:
+    return schemes_of(settings, tensors)
+
+
+def encode(module: str, tensor: QTensor) -> "dict[str, Tensor]":
+    """Returns the stored tensors of a layer; the static scale of its input is already in its stored dtype."""
+    weight = _encode_weight(module, tensor)
+    if tensor.input_scale is None:
+        return weight
+    return {**weight, _input_name(module, tensor.grid): tensor.input_scale.reshape(1)}
 
 
 def _encode_weight(module: str, tensor: QTensor) -> "dict[str, Tensor]":
@@ -136,7 +141,7 @@ def _encode_weight(module: str, tensor: QTensor) -> "dict[str, Tensor]":
     if grid.kind == "e2m1":
         outer = {} if params.outer is None else {f"{module}.weight_global_scale": params.outer.reshape(1)}
         return {f"{module}.weight_packed": pack_nibbles_low_first(tensor.codes), **scale, **outer}
-    if not _is_packed(grid):
+    if not is_packed(grid):
         return {f"{module}.weight": tensor.codes.contiguous(), **scale}
     stored = {
         f"{module}.weight_packed": pack_rows(unsigned(tensor.codes, grid.bits), grid.bits),
@@ -150,7 +155,7 @@ def _encode_weight(module: str, tensor: QTensor) -> "dict[str, Tensor]":
 
 
 def shape(module: str, tensors: "Mapping[str, Tensor]", scheme: Scheme) -> tuple[int, int]:
-    """The (out, in) of a stored layer, without unpacking it."""
+    """Returns the (out, in) of a stored layer without unpacking it."""
     if f"{module}.weight_shape" in tensors:
         rows, columns = (int(size) for size in tensors[f"{module}.weight_shape"].tolist())
         return rows, columns
@@ -164,8 +169,11 @@ def shape(module: str, tensors: "Mapping[str, Tensor]", scheme: Scheme) -> tuple
 def decode(
     module: str, tensors: "Mapping[str, Tensor]", scheme: Scheme, settings: Mapping[str, Any] | None = None
 ) -> QTensor:
-    grid = scheme.weight
-    input_scale(module, tensors, scheme)  # that it is there
+    """Inverts `encode`. Raises CheckpointError for a missing tensor or an activation order."""
+    return replace(_decode_weight(module, tensors, scheme.weight), input_scale=_input_scale(module, tensors, scheme))
+
+
+def _decode_weight(module: str, tensors: "Mapping[str, Tensor]", grid: Grid) -> QTensor:
     if f"{module}.weight_g_idx" in tensors:
         raise CheckpointError(
             f"{module}.weight_g_idx permutes the inputs (activation order with groups), which is not read",
@@ -176,106 +184,56 @@ def decode(
         from quantry.numerics.packing import unpack_nibbles_low_first
 
         packed = part(tensors, module, "weight_packed")
-        codes = unpack_nibbles_low_first(packed, 2 * packed.shape[1])
+        nibbles = unpack_nibbles_low_first(packed, 2 * packed.shape[1])
         outer = part(tensors, module, "weight_global_scale").reshape(1) if grid.scale == "e4m3" else None
-        return QTensor(grid, codes, Params(stored, outer=outer))
+        return QTensor(grid, nibbles, Params(stored, outer=outer))
     if f"{module}.weight_packed" in tensors:
         return _unpack(module, tensors, grid)
     codes = part(tensors, module, "weight")
     return QTensor(grid, codes, Params(stored.reshape(scale_shape(grid, (codes.shape[0], codes.shape[1])))))
 
 
-def input_scale(module: str, tensors: "Mapping[str, Tensor]", scheme: Scheme) -> "Tensor | None":
-    """The static scale of a layer's input, (1,) as stored (NVFP4: a divisor); None where it has none."""
-    if scheme.activation is None or scheme.activation.dynamic:
-        return None
-    name = _input_name(module, scheme.activation.grid)
-    if name not in tensors or tensors[name].numel() != 1:
-        found = "is missing" if name not in tensors else f"has {tensors[name].numel()} values"
+def _unpack(module: str, tensors: "Mapping[str, Tensor]", grid: Grid) -> QTensor:
+    """Unpacks integers without gaps, or as the library packed them up to 0.17: the number of words tells which."""
+    from quantry.numerics.packing import signed, unpack_rows, unpack_rows_spaced
+
+    packed, bits = part(tensors, module, "weight_packed"), grid.bits
+    rows, columns = (int(size) for size in part(tensors, module, "weight_shape").tolist())
+    widths = {ceil(columns / (32 // bits)): unpack_rows_spaced, ceil(columns * bits / 32): unpack_rows}
+    if packed.shape[1] not in widths:
         raise CheckpointError(
-            f"{module} has a static scale for its input, and {name} {found}", fix="download the checkpoint again"
+            f"{module}.weight_packed has {packed.shape[1]} words a row for {columns} codes of {bits} bits",
+            fix="download the checkpoint again",
+        )
+    unpack = widths[packed.shape[1]]
+    zero = None
+    if not grid.symmetric:
+        zero = signed(unpack(part(tensors, module, "weight_zero_point").T, bits, rows), bits).T.contiguous()
+    scale = part(tensors, module, "weight_scale").reshape(scale_shape(grid, (rows, columns)))
+    return QTensor(grid, signed(unpack(packed, bits, columns), bits), Params(scale, zero))
+
+
+def _input_scale(module: str, tensors: "Mapping[str, Tensor]", scheme: Scheme) -> "Tensor | None":
+    """Returns the static scale of a layer's input, (1,) as stored (NVFP4: a divisor); None if it has none."""
+    if scheme.static is None:
+        return None
+    name = _input_name(module, scheme.static.grid)
+    if name not in tensors or tensors[name].numel() != 1:
+        what = "is missing" if name not in tensors else f"has {tensors[name].numel()} values"
+        raise CheckpointError(
+            f"{module} has a static scale for its input, and {name} {what}", fix="download the checkpoint again"
         )
     return tensors[name].reshape(1)
 
 
-def cache_modules(modules: Iterable[str]) -> tuple[str, ...]:
-    """The attention modules whose keys and values get a scale, from the names of linear layers."""
-    found = [name.rpartition(".") for name in modules]
-    return tuple(dict.fromkeys(parent for parent, _, leaf in found if leaf in KEYS_VALUES))
-
-
-def cache_layout(module: str, heads: int, grid: Grid) -> Layout:
-    """The scales of keys and of values: one each, or one a key-value head if the grid's block is (1, 0)."""
-    refuse(module, NAME, cache_refusal(grid))
-    shape = (heads, 1, 1) if grid.block == (1, 0) else (1,)
-    return {f"{module}.{side}_scale": (STORED[grid.scale], shape) for side in "kv"}
-
-
-def encode_cache(module: str, keys: "Tensor", values: "Tensor") -> "dict[str, Tensor]":
-    """The stored scales of an attention module, from `numerics.static.cache_scale` of its keys and values."""
-    return {f"{module}.k_scale": keys.contiguous(), f"{module}.v_scale": values.contiguous()}
-
-
-def cache_refusal(grid: Grid) -> str | None:
-    """Why a KV cache of this grid cannot be described, or None: what vLLM reads is E4M3 by tensor or by head."""
-    wanted = grid.kind == "e4m3" and grid.symmetric and grid.block in ((0, 0), (1, 0))
-    if wanted and grid.scale in ("f16", "bf16", "f32"):
-        return None
-    return f"compressed-tensors holds a KV cache of e4m3 per tensor or per head, not {spell(grid)}"
-
-
-def cache_grid(settings: Mapping[str, Any]) -> Grid | None:
-    """How the KV cache of a checkpoint is quantized; None where it is not."""
-    arguments = settings.get("kv_cache_scheme")
-    if arguments is None:
-        return None
-    if not isinstance(arguments, Mapping):
-        raise ConfigError(f"kv_cache_scheme is {str(arguments)[:40]!r}, not an object", fix="restore config.json")
-    by_head = {"attn_head": "channel"}  # a head is a row of keys
-    strategy = arguments.get("strategy")
-    return _grid("the KV cache", {**arguments, "strategy": by_head.get(str(strategy), strategy)})
-
-
-def config(assignment: Mapping[str, Scheme], kept: Sequence[str], cache: Grid | None = None) -> dict[str, Any]:
-    """The most frequent scheme is the one of all Linear layers; the layers of each other one are listed by name."""
-    refuse("the KV cache", NAME, cache_refusal(cache) if cache else None)
-    groups: dict[str, list[str]] = {}
-    for module, scheme in assignment.items():
-        groups.setdefault(json.dumps(_group(scheme)), []).append(module)
-    if not groups:
-        raise QuantryError("no layer is quantized", fix="choose layers to quantize")
-    ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
-    common = [*(module for module in ordered[0][1] if module.rpartition(".")[2] in HEADS)]
-    targets = [["Linear", *common], *(modules for _, modules in ordered[1:])]
-    entries = [{"targets": names, **json.loads(key)} for names, (key, _) in zip(targets, ordered, strict=True)]
-    formats = {entry["format"] for entry in entries}
-    return {
-        "quant_method": NAME,
-        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
-        "quantization_status": "compressed",
-        "config_groups": {f"group_{index}": entry for index, entry in enumerate(entries)},
-        "ignore": list(kept),
-        "kv_cache_scheme": cache and _arguments(cache, dynamic=False, single="attn_head"),
-        "global_compression_ratio": None,
-    }
-
-
-def schemes(settings: Mapping[str, Any], tensors: Sequence[TensorInfo]) -> dict[str, Scheme]:
-    groups = _groups(settings)
-    return {
-        module: _scheme(module, _group_of(module, groups), info)
-        for module, info in modules_with(tensors, "weight_scale").items()
-    }
-
-
-def _is_packed(grid: Grid) -> bool:
-    """Whether integers are packed into words: not 8-bit ones without groups, whose activations are quantized too."""
-    return grid.kind == "int" and not (grid.bits == 8 and grid.symmetric and grid.block[1] == 0)
+def _input_name(module: str, grid: Grid) -> str:
+    """Returns where the static scale of an input is stored; weights and inputs have the same kind of grid."""
+    return f"{module}.{'input_global_scale' if grid.kind == 'e2m1' else 'input_scale'}"
 
 
 def _example(grid: Grid) -> Scheme:
-    """A scheme that this grid is stored in: with activations where the sub-format is for them only."""
-    needs = grid.kind == "int" and not _is_packed(grid)
+    """Returns a scheme with this weight grid: with activations if its sub-format is only for them."""
+    needs = grid.kind == "int" and not is_packed(grid)
     return Scheme(grid, Activation(Grid("int", 8, (1, 0))) if needs else None)
 
 
@@ -286,12 +244,12 @@ def _refuse_int(scheme: Scheme) -> str | None:
     if grid.scale not in ("f16", "bf16", "f32"):
         return f"compressed-tensors holds integers with float scales, not {grid.scale}"
     if scheme.activation is None:
-        if not _is_packed(grid):
+        if not is_packed(grid):
             return f"compressed-tensors holds {spell(grid)} with quantized activations only; weight-only needs groups"
         if grid.block[0] != 1:
             return f"compressed-tensors holds weight-only integers per channel or in groups, not {spell(grid)}"
         return None
-    if _is_packed(grid):
+    if is_packed(grid):
         return _refuse_packed(scheme.activation, grid)
     if grid.block not in ((1, 0), (0, 0)):
         return f"compressed-tensors holds int8 with quantized activations per channel or tensor, not {spell(grid)}"
@@ -299,7 +257,7 @@ def _refuse_int(scheme: Scheme) -> str | None:
 
 
 def _refuse_packed(activation: Activation, grid: Grid) -> str | None:
-    """Packed integers with quantized activations: in vLLM by the token and symmetric, with scales found as it runs."""
+    """Checks packed integers with quantized activations, which vLLM wants per token, symmetric and dynamic."""
     if grid.block[0] != 1:
         return f"compressed-tensors holds packed integers per channel or in groups, not {spell(grid)}"
     if not activation.dynamic or not activation.grid.symmetric:
@@ -327,139 +285,3 @@ def _refuse_activation(activation: Activation, kind: str, blocks: tuple[tuple[in
     if grid.kind != kind or grid.block not in blocks or grid.bits != (4 if kind == "e2m1" else 8):
         return f"with these weights compressed-tensors holds {kind} activations, not {spell(grid)}"
     return None
-
-
-def _group(scheme: Scheme) -> dict[str, Any]:
-    """One config group but for its targets."""
-    grid, activation = scheme.weight, scheme.activation
-    kind = {"e4m3": "float-quantized", "e2m1": f"{'nv' if grid.scale == 'e4m3' else 'mx'}fp4-pack-quantized"}
-    return {
-        "weights": _arguments(grid, dynamic=False, single="channel"),
-        "input_activations": activation and _arguments(activation.grid, dynamic=_dynamic(activation), single="token"),
-        "output_activations": None,
-        "format": kind.get(grid.kind, "pack-quantized" if _is_packed(grid) else "int-quantized"),
-    }
-
-
-def _dynamic(activation: Activation) -> bool | str:
-    """The library's word: NVFP4's scale for the tensor is stored, and those of groups are found as it runs."""
-    return "local" if not activation.dynamic and activation.grid.scale == "e4m3" else activation.dynamic
-
-
-def _input_name(module: str, grid: Grid) -> str:
-    """Where the static scale of an input lies; weights and inputs are of one kind."""
-    return f"{module}.{'input_global_scale' if grid.kind == 'e2m1' else 'input_scale'}"
-
-
-def _arguments(grid: Grid, *, dynamic: bool | str, single: str) -> dict[str, Any]:
-    """The library's QuantizationArgs; `single` is what one row of a matrix is called there."""
-    rows, columns = grid.block
-    strategy = {(1, columns): "group", (0, 0): "tensor", (1, 0): single}.get(grid.block, "block")
-    small = {"e4m3": "torch.float8_e4m3fn", "e8m0": "torch.uint8"} if grid.kind == "e2m1" else {}
-    return {
-        "num_bits": grid.bits,
-        "type": "int" if grid.kind == "int" else "float",
-        "symmetric": grid.symmetric,
-        "strategy": "tensor_group" if grid.kind == "e2m1" and grid.scale == "e4m3" else strategy,
-        "group_size": columns if strategy == "group" else None,
-        "block_structure": [rows, columns] if strategy == "block" else None,
-        "dynamic": dynamic,
-        "actorder": None,
-        **({"scale_dtype": small[grid.scale]} if grid.scale in small else {}),
-    }
-
-
-def _groups(settings: Mapping[str, Any]) -> list[tuple[list[str], Mapping[str, Any]]]:
-    """The config groups with their targets; each sub-format is checked to be one that is read."""
-    groups = settings.get("config_groups")
-    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
-        raise ConfigError("quantization_config has no config_groups", fix="restore config.json")
-    for group in groups.values():
-        kind = group.get("format") or settings.get("format")
-        if kind not in READ:
-            raise ConfigError(
-                f"quantization_config has format {str(kind)[:40]!r}; these are read: {', '.join(READ)}",
-                fix="quantize the original model",
-            )
-    return [([str(target) for target in group.get("targets") or ()], group) for group in groups.values()]
-
-
-def _group_of(module: str, groups: list[tuple[list[str], Mapping[str, Any]]]) -> Mapping[str, Any]:
-    """The group of a layer: the one that names it, else one whose pattern fits it, else one for a class of layers."""
-    for fits in (_is_name, _is_pattern, _is_class):
-        for targets, group in groups:
-            if any(fits(target, module) for target in targets):
-                return group
-    raise CheckpointError(
-        f"{module} has a weight_scale, and no group in quantization_config targets it", fix="restore config.json"
-    )
-
-
-def _is_name(target: str, module: str) -> bool:
-    return target == module
-
-
-def _is_pattern(target: str, module: str) -> bool:
-    try:
-        return target.startswith("re:") and re.match(target[3:], module) is not None
-    except re.error as error:
-        raise ConfigError(f"quantization_config has a target {target[:80]} ({error})", fix="mend it") from error
-
-
-def _is_class(target: str, module: str) -> bool:
-    return "." not in target and not target.startswith("re:") and target not in HEADS
-
-
-def _scheme(module: str, group: Mapping[str, Any], scale: TensorInfo) -> Scheme:
-    arguments, inputs = group.get("weights"), group.get("input_activations")
-    if not isinstance(arguments, Mapping):
-        raise ConfigError(f"the group of {module} in quantization_config has no weights", fix="restore config.json")
-    weight = _grid(module, arguments)
-    if weight.kind != "e2m1":
-        weight = replace(weight, scale=float_scale(scale))
-    if not isinstance(inputs, Mapping):
-        return Scheme(weight)
-    return Scheme(weight, Activation(_grid(module, inputs), dynamic=inputs.get("dynamic") is True))
-
-
-def _grid(module: str, arguments: Mapping[str, Any]) -> Grid:
-    """The grid of the library's QuantizationArgs. The scale type of activations is not stored; it is the default."""
-    bits, kind = setting(arguments, ("num_bits",), int, 8), setting(arguments, ("type",), str, "int")
-    size = arguments.get("group_size")
-    strategy = arguments.get("strategy") or {None: "tensor", -1: "channel"}.get(size, "group")
-    wide = size if isinstance(size, int) and size > 0 else 0
-    structure = arguments.get("block_structure")
-    blocks: dict[Any, Any] = {"tensor": (0, 0), "channel": (1, 0), "token": (1, 0), "group": (1, wide)}
-    blocks |= {"tensor_group": (1, wide), "block": tuple(structure) if isinstance(structure, list) else None}
-    block = blocks.get(strategy)
-    kinds = {("int", bits): "int", ("float", 8): "e4m3", ("float", 4): "e2m1"}
-    if block is None or (kind, bits) not in kinds or (kind == "int" and bits not in BITS):
-        raise ConfigError(
-            f"{module} is {kind}{bits} with strategy {str(strategy)[:40]}, which is not read",
-            fix="quantize the original model",
-        )
-    scale: ScaleType = "bf16"
-    if (kind, bits) == ("float", 4):
-        scale = "e4m3" if strategy == "tensor_group" else "e8m0"
-    symmetric = setting(arguments, ("symmetric",), bool, True)
-    return Grid(kinds[kind, bits], bits, block, symmetric, scale)  # type: ignore[arg-type]
-
-
-def _unpack(module: str, tensors: "Mapping[str, Tensor]", grid: Grid) -> QTensor:
-    """Packed integers: without gaps, or as up to 0.17 of the library; what the words of the codes say holds for all."""
-    from quantry.numerics.packing import signed, unpack_rows, unpack_rows_spaced
-
-    packed, bits = part(tensors, module, "weight_packed"), grid.bits
-    rows, columns = (int(size) for size in part(tensors, module, "weight_shape").tolist())
-    widths = {ceil(columns / (32 // bits)): unpack_rows_spaced, ceil(columns * bits / 32): unpack_rows}
-    if packed.shape[1] not in widths:
-        raise CheckpointError(
-            f"{module}.weight_packed has {packed.shape[1]} words a row for {columns} codes of {bits} bits",
-            fix="download the checkpoint again",
-        )
-    unpack = widths[packed.shape[1]]
-    zero = None
-    if not grid.symmetric:
-        zero = signed(unpack(part(tensors, module, "weight_zero_point").T, bits, rows), bits).T.contiguous()
-    scale = part(tensors, module, "weight_scale").reshape(scale_shape(grid, (rows, columns)))
-    return QTensor(grid, signed(unpack(packed, bits, columns), bits), Params(scale, zero))

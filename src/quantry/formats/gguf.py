@@ -1,9 +1,8 @@
 """GGUF: one file with tensors in ggml's block types, metadata and vocabulary, as llama.cpp and its relatives read it.
 
-Other formats hold layers inside a Hugging Face folder; this one is a container of its own
-(quantizing/containers/gguf_file.py), with its own tensor names and order of weights (llamacpp/tensor_map.py).
-Here is the way of a weight into a stored tensor and back: arranged as llama.cpp expects it and cast or quantized, or
-decoded and put back into the order it came from.
+Other formats hold layers inside a Hugging Face folder; this one is a container of its own (containers/gguf_file.py)
+with its own tensor names and order of weights (llamacpp/tensor_map.py). This file arranges one weight as llama.cpp
+expects it, and restores a decoded one.
 """
 
 from typing import TYPE_CHECKING
@@ -16,6 +15,8 @@ if TYPE_CHECKING:
     from quantry.llamacpp.tensor_map import Target
 
 NAME = "gguf"
+CONTAINER = "gguf"
+QUANT_METHODS = ()
 CASTS = ("f16", "bf16")
 BLOCKS = (
     "q8_0", "q6_k", "q5_k", "q5_0", "q5_1", "q4_k", "q4_0", "q4_1", "q3_k", "q2_k", "iq4_nl", "iq4_xs",
@@ -23,6 +24,7 @@ BLOCKS = (
 
 
 def refusal(scheme: Scheme) -> str | None:
+    """Says why GGUF cannot hold a scheme; None if it can."""
     kind = scheme.weight.kind
     if kind not in CASTS + BLOCKS:
         return f"gguf holds ggml's block types, not {kind}"
@@ -30,7 +32,7 @@ def refusal(scheme: Scheme) -> str | None:
 
 
 def arranged(weight: "Tensor", target: "Target") -> "Tensor":
-    """The weight as llama.cpp expects it: rotary halves interleaved within each head, one added to a norm."""
+    """Arranges a weight as llama.cpp expects it: rotary halves interleaved within each head, 1 added to a norm."""
     if target.heads is not None:
         halves = weight.reshape(target.heads, 2, weight.shape[0] // target.heads // 2, *weight.shape[1:])
         weight = halves.swapaxes(1, 2).reshape(weight.shape)
@@ -38,22 +40,15 @@ def arranged(weight: "Tensor", target: "Target") -> "Tensor":
 
 
 def restored(weight: "Tensor", target: "Target") -> "Tensor":
-    """The inverse of `arranged`."""
+    """Inverts `arranged`."""
     if target.heads is not None:
         pairs = weight.reshape(target.heads, weight.shape[0] // target.heads // 2, 2, *weight.shape[1:])
         weight = pairs.swapaxes(1, 2).reshape(weight.shape)
     return weight - target.add if target.add else weight
 
 
-def encode(weight: "Tensor", kind: str, importance: "Tensor | None") -> "Tensor":
-    """The stored bytes of a weight in a block type."""
-    from quantry.numerics import ggml
-
-    return ggml.quantize(weight, kind, importance)
-
-
 def decode(data: "Tensor", kind: str, columns: int) -> "Tensor":
-    """The float32 values of stored bytes."""
+    """Returns the float32 values of stored bytes."""
     from quantry.numerics import ggml
 
     return ggml.dequantize(data, kind, columns)

@@ -16,8 +16,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from quantry.errors import CheckpointError, ConfigError, QuantryError
-from quantry.formats import (
+from quantry.formats.contract import (
     STORED,
+    CacheFormat,
     Layout,
     ModelType,
     float_scale,
@@ -29,12 +30,15 @@ from quantry.formats import (
     setting,
     spell,
 )
-from quantry.types import Grid, Params, QTensor, Scheme, TensorInfo
+from quantry.types import Activation, Grid, Params, QTensor, Scheme, TensorInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 NAME = "gptq"
+CONTAINER = "folder"
+QUANT_METHODS = ("gptq",)
+CACHE_SCALES: CacheFormat | None = None
 BITS = (2, 3, 4, 8)
 Version = Literal["gptq", "gptq_v2"]
 
@@ -64,8 +68,8 @@ def model_dtype(dtype: str) -> str:
     return dtype
 
 
-def layout(module: str, shape: tuple[int, int], grid: Grid) -> Layout:
-    refuse(module, NAME, refusal(Scheme(grid)))
+def layout(module: str, shape: tuple[int, int], grid: Grid, static: Activation | None = None) -> Layout:
+    refuse(module, NAME, refusal(Scheme(grid, static)))
     rows, columns = shape
     codes = 32 if grid.bits == 3 else 32 // grid.bits  # until the stream of codes is at the border of a word again
     need_multiple(module, "inputs", columns, grid.block[1] or codes, NAME)
@@ -140,9 +144,13 @@ def decode(
 
 
 def config(
-    assignment: Mapping[str, Scheme], kept: Sequence[str], *, checkpoint_format: Version | None = None
+    assignment: Mapping[str, Scheme],
+    kept: Sequence[str],
+    cache: Grid | None = None,
+    *,
+    checkpoint_format: Version | None = None,
 ) -> dict[str, Any]:
-    """The most frequent scheme for all; others and kept layers as `dynamic` rules, the way GPTQModel writes them."""
+    """Returns the most frequent scheme for all layers; others and kept ones are `dynamic` rules, as in GPTQModel."""
     versions: set[Version] = {checkpoint_format or _version(scheme.weight) for scheme in assignment.values()}
     if len(versions) != 1:
         raise QuantryError(

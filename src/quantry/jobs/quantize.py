@@ -1,46 +1,37 @@
-"""Quantization, the whole of it: open, decide, announce, then piece by piece read, fit, round, encode, write.
-
-Only the piece in hand is in memory, whatever the model's size: weights are mapped from their files and results go
-straight into shards whose headers were written first. The result depends on the model, the recipe and the version
-alone, never on where or how often the job was interrupted.
-"""
+"""`quantry quantize`: from options to a recipe, then everything that can be refused, then the loop (pipeline.py)."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quantry import registry
 from quantry.errors import CheckpointError, OutputError, RecipeError
 from quantry.formats.gguf import NAME as GGUF
-from quantry.llamacpp import importance
-from quantry.llamacpp.families import notes
-from quantry.llamacpp.tensor_map import Target
+from quantry.llamacpp.importance import Importance
+from quantry.llamacpp.importance import read as read_importance
 from quantry.models.anatomy import sixteen_bit
 from quantry.models.reader import local_folder, open_checkpoint
 from quantry.models.weights import MappedWeights
 from quantry.models.workspace import check_room, check_target
-from quantry.models.writer import nbytes
 from quantry.numerics.device import device as computing
 from quantry.quantizing import card
-from quantry.quantizing.containers import gguf_file
-from quantry.quantizing.containers.folder import SafetensorsFolder, small_files
-from quantry.quantizing.makers import BlockMaker, Inputs, Maker, Quantizer, Reader
-from quantry.quantizing.pipeline import Container, Job, write
-from quantry.quantizing.recipe import AUTO, CAST, Recipe, from_options
-from quantry.quantizing.tensor_plan import Assemble, TensorPlan, by_block, divide, shards
-from quantry.types import Anatomy, Artefact, Checkpoint, Progress
+from quantry.quantizing.calibration.options import CalibrationOptions
+from quantry.quantizing.makers.reader import WeightReader
+from quantry.quantizing.pipeline import WriteJob, write
+from quantry.quantizing.recipe import AUTO, KEYS, Recipe, build
+from quantry.quantizing.recipe_file import read_plan, read_recipe
+from quantry.quantizing.targets import GgufTarget, target_of
+from quantry.storage import SENSITIVITY_FILE
+from quantry.types import Artefact, Progress
 
 if TYPE_CHECKING:
     from quantry.jobs.auto.mixture import Mixture
-    from quantry.quantizing.calibration.calibrator import Calibrated
+    from quantry.quantizing.calibration.calibrator import Calibrator
 
-MIXED_BY = ("gptq", "awq")  # the rounder and the transform of mixtures where nothing is said
-SEQUENTIAL = False  # whether blocks are calibrated one after the other's quantization where nothing is said
-SENSITIVITY = "sensitivity.json"  # what a mixture was chosen by
-CALIBRATED = "leave it out, use a calibrated preset, or --rounder gptq"
+SEQUENTIAL = False  # calibrate each block on the output of quantized ones by default; it gained nothing for AWQ + GPTQ
+NOT_CALIBRATED = "leave it out, use a calibrated preset, or --rounder gptq"
 
 
 def quantize(
@@ -73,217 +64,108 @@ def quantize(
 ) -> Artefact:
     """Writes a quantized checkpoint of `model` to the folder `output`; with `dry_run` only says what it would be.
 
-    Presets that are calibrated read `samples` windows of `length` tokens of `data` (128 of 2048, and a text that comes
-    with the package). `imatrix` is a file of importance vectors, or "auto": then they are computed from the same text.
-    With `sequential` each block is calibrated on what the quantized blocks before it give, instead of the 16-bit ones;
-    `low_memory` keeps less of the calibration on a GPU, which takes longer. `kv` is what the KV cache is served in:
-    for fp8 and fp8-head scales are stored, one a layer or one a head; int8 finds its own.
-
+    Exactly one of `preset`, `recipe` and `plan` (files) says what to do; docs/quantize.md explains every option.
     Preset "auto" chooses for each tensor, so that the least is lost within a `budget`: "4.5bpw", "6GiB", "105453920B"
     or "fits RTX 3060 at 8k"; with `gpu`, a name of the catalogue or "cpu", from what its engine loads there.
+
+    Raises RecipeError for options that cannot be carried out, CheckpointError and WeightError for a model that cannot
+    be read, OutputError for an output that cannot be written.
     """
-    out = Path(output).expanduser()
-    check_target(out)
-    if out.suffix == ".gguf":
-        raise OutputError(
-            f"{out} ends in .gguf, and the output is a folder",
-            fix="give a folder; the file in it is named by the model",
-        )
-    where = computing(device)
-    text = {"data": data, "samples": samples, "length": length}
-    if preset == AUTO:
-        unused = {"recipe": recipe, "plan": plan, "group": group, "imatrix": imatrix, "input_scales": input_scales}
-        ways = {"rounder": rounder or MIXED_BY[0], "transform": transform or MIXED_BY[1], "kv": kv, "gpu": gpu}
-        mixture = _mixed(model, budget, format, ways, unused, {**text, "device": device}, progress)
-        steps = mixture.recipe
-    elif budget is None and gpu is None:
-        mixture = None
-        steps = from_options(preset, _path(recipe), _path(plan), format, group, rounder, input_scales, kv, transform)
-    else:
-        name = "gpu" if budget is None else "budget"
-        raise RecipeError(f"--{name} has no use without --preset auto", fix=f"add it, or leave --{name} out")
-    checkpoint = open_checkpoint(model)
-    anatomy = sixteen_bit(checkpoint)
-    weights = _importance(imatrix, steps)
-    steps = replace(steps, imatrix=weights.sha256 if weights else AUTO if str(imatrix) == AUTO else None)
-    steps = _in_sequence(steps, sequential)
-    order = _order(checkpoint, steps, anatomy.blocks, weights, keep_odd or mixture is not None)
-    options = {**text, "low_memory": low_memory or None}
-    calibrated = _calibrated(checkpoint, steps, anatomy, order.division, where, options)
-    if calibrated:
-        steps = replace(steps, calibration=calibrated.record)
-        order = order._replace(division=calibrated.marked(order.division))
-    planned = card.plan(str(model), out, steps, anatomy, order.division)
-    told = [f"The predicted divergence is {mixture.damage:.3g} nats a token."] if mixture else []
-    planned = replace(planned, notes=(*told, *(calibrated.notes if calibrated else ()), *_cache_notes(steps)))
+    out = _checked_output(output)
+    settings = {
+        "preset": preset, "recipe": recipe, "plan": plan, "format": format, "group": group, "rounder": rounder,
+        "transform": transform, "input_scales": input_scales, "kv": kv, "imatrix": imatrix, "budget": budget,
+        "gpu": gpu,
+    }  # fmt: skip
+    options = JobOptions(computing(device), CalibrationOptions(data, samples, length, low_memory), keep_odd)
+    choose = _mixture if preset == AUTO else _recipe
+    chosen, options = choose(model, settings, options, progress)
+    job = QuantizeJob(model, out, _in_sequence(chosen, sequential), options)
     if announce:
-        announce(planned)
-    check_room(out, order.division.bytes + (calibrated.kept_bytes if calibrated else 0))
-    if dry_run:
-        return planned
-    folder = local_folder(model)  # everything that can be refused has been, before a model is downloaded
-    if open_checkpoint(folder).tensors != checkpoint.tensors:
-        raise CheckpointError(f"{model} changed between its headers and its download", fix="run the command again")
-    reader = Reader(checkpoint, MappedWeights(folder), where)
-    walking = _Walking(progress, order.division.bytes)
-    inputs = calibrated.inputs(folder, reader.whole, walking.blocks) if calibrated else None
-    if inputs and steps.imatrix == AUTO:
-        weights, file = inputs.importance(_targets(order.division))
-        steps = replace(steps, imatrix=weights.sha256)
-        order = _gguf(checkpoint, steps, weights, file)
-    container = order.container(folder)
-    size = shard_bytes or container.shard_bytes
-    beside = {} if mixture is None else {SENSITIVITY: mixture.told(Path(model).name).encode()}
-    job = Job(
-        checkpoint, folder, steps, order.division, planned, container, size, where.type, inputs, anatomy.blocks, beside
-    )
-    return write(job, order.maker(reader, inputs), walking.bytes if progress else None)
+        announce(job.planned)
+    job.check_room()
+    return job.planned if dry_run else job.run(shard_bytes, progress)
 
 
-class Order(NamedTuple):
-    """What a format makes of a checkpoint: the pieces, and who makes them and into what, once the weights are here."""
+@dataclass(frozen=True, slots=True)
+class JobOptions:
+    """How a job is carried out, beside its recipe."""
 
-    division: TensorPlan
-    container: Callable[[Path], Container]
-    maker: Callable[[Reader, Inputs | None], Maker]
-
-
-def _order(
-    checkpoint: Checkpoint, steps: Recipe, blocks: int, weights: importance.Importance | None, keep_odd: bool
-) -> Order:
-    if steps.format == GGUF:
-        return _gguf(checkpoint, steps, weights)
-    return _layers(checkpoint, steps, blocks, keep_odd)
+    device: torch.device
+    text: CalibrationOptions
+    keep_odd: bool = False
+    importance: Importance | None = None  # read from a file
+    mixture: "Mixture | None" = None
 
 
-def _layers(checkpoint: Checkpoint, steps: Recipe, blocks: int, keep_odd: bool) -> Order:
-    """A Hugging Face folder whose linear layers are quantized."""
-    form = None if steps.format == CAST else registry.load("quantry.formats", steps.format)
-    division = divide(checkpoint, steps, blocks, form, keep_odd)
-    if form and not division.assignment:
-        raise RecipeError(
-            f"no layer of {checkpoint.source} would be quantized",
-            fix="loosen the recipe's rules or leave --keep-odd out",
-        )
-    cache = [replace(steps.cache, scale=division.dtype)] if steps.cache else []  # type: ignore[arg-type]
-    settings = form.config(division.assignment, division.kept, *cache) if form else None
-    return Order(
-        by_block(division, blocks) if steps.calibrated else division,
-        lambda folder: SafetensorsFolder(small_files(folder), checkpoint.config, division.dtype, settings),
-        lambda reader, inputs: Quantizer(reader, form, settings or {}, inputs),
-    )
+class QuantizeJob:
+    """A job that was checked against its model: `planned` says what it will write."""
+
+    def __init__(self, model: str | Path, out: Path, recipe: Recipe, options: JobOptions) -> None:
+        self._model, self._out, self._options = model, out, options
+        self._checkpoint = open_checkpoint(model)
+        anatomy = sixteen_bit(self._checkpoint)
+        self._target = target_of(self._checkpoint, recipe, options.importance, options.keep_odd)
+        self._calibrator = self._prepared_calibration(recipe)
+        self._plan = self._target.plan
+        self._recipe = recipe
+        if self._calibrator:
+            self._recipe = replace(recipe, calibration=self._calibrator.record)
+            self._plan = self._calibrator.marked(self._plan)
+        planned = card.plan(str(model), out, self._recipe, anatomy, self._plan)
+        self.planned = replace(planned, notes=tuple(self._notes()))
+
+    def check_room(self) -> None:
+        """Raises OutputError if the disk has no room for the output."""
+        kept = self._calibrator.kept_bytes if self._calibrator else 0
+        check_room(self._out, self._plan.bytes + kept)
+
+    def run(self, shard_bytes: int | None, progress: Progress | None) -> Artefact:
+        """Downloads the model if needed, and writes the artefact."""
+        options, checkpoint = self._options, self._checkpoint
+        folder = local_folder(self._model)
+        if open_checkpoint(folder).tensors != checkpoint.tensors:
+            raise CheckpointError(f"{self._model} changed after its headers were read", fix="run the command again")
+        reader = WeightReader(checkpoint, MappedWeights(folder), options.device)
+        both = _Progress(progress, self._plan.bytes)
+        calibration = self._calibrator.start(folder, reader.whole, both.blocks) if self._calibrator else None
+        recipe, target, plan = self._recipe, self._target, self._plan
+        if calibration and recipe.imatrix == AUTO:
+            assert isinstance(target, GgufTarget)
+            vectors, file = calibration.importance(target.tensors())
+            recipe = replace(recipe, imatrix=vectors.sha256)
+            target = GgufTarget(checkpoint, recipe, vectors, file)
+            plan = target.plan
+        container = target.container(folder)
+        job = WriteJob(
+            checkpoint, folder, recipe, plan, self.planned, container, shard_bytes or container.shard_bytes,
+            options.device.type, self._extra_files(),
+        )  # fmt: skip
+        needs_blocks = recipe.needs_statistics or recipe.distilled or recipe.cache is not None
+        return write(job, target.maker(reader), calibration if needs_blocks else None, both.bytes if progress else None)
+
+    def _prepared_calibration(self, recipe: Recipe) -> "Calibrator | None":
+        """Loads the text of a calibrated job; others load no model and refuse the options of calibration."""
+        flags, options = self._options.text.flags(), self._options
+        if recipe.calibrated:
+            from quantry.quantizing.calibration.calibrator import prepare_calibration  # imports transformers
+
+            return prepare_calibration(self._checkpoint, recipe, self._target.plan, options.device, options.text)
+        if flags:
+            raise RecipeError(f"{flags[0]} has no use: {recipe.preset.name} is not calibrated", fix=NOT_CALIBRATED)
+        return None
+
+    def _notes(self) -> list[str]:
+        mixture = self._options.mixture
+        predicted = [f"The predicted divergence is {mixture.damage:.3g} nats a token."] if mixture else []
+        return [*predicted, *(self._calibrator.notes if self._calibrator else ()), *_cache_notes(self._recipe)]
+
+    def _extra_files(self) -> dict[str, bytes]:
+        mixture = self._options.mixture
+        return {SENSITIVITY_FILE: mixture.to_json(Path(self._model).name).encode()} if mixture else {}
 
 
-def _gguf(
-    checkpoint: Checkpoint, steps: Recipe, weights: importance.Importance | None, computed: bytes | None = None
-) -> Order:
-    """A GGUF file; `computed` is the file of an importance matrix that goes along with it."""
-    division = gguf_file.divide(checkpoint, steps)
-    given = importance.fitting(weights, _targets(division)) if weights else {}
-    vectors = {name: torch.from_numpy(vector) for name, vector in given.items()}
-    file = gguf_file.describe(checkpoint, steps, division, weights, computed)
-    rounder = registry.load("quantry.methods.rounders", steps.preset.rounder) if steps.preset.calibrated else None
-    return Order(
-        division,
-        lambda folder: file,
-        lambda reader, inputs: BlockMaker(reader, vectors, tuple(notes(checkpoint.config)), rounder, inputs),
-    )
-
-
-def _mixed(
-    model: str | Path,
-    budget: str | None,
-    form: str | None,
-    ways: Mapping[str, Any],
-    unused: Mapping[str, Any],
-    text: Mapping[str, Any],
-    progress: Progress | None,
-) -> "Mixture":
-    """What preset auto chooses for each tensor of a model."""
-    from quantry.jobs.auto import mixture as mixing
-
-    form = mixing.check(budget, form, unused)
-    assert budget is not None
-    checkpoint = open_checkpoint(model)
-    anatomy = sixteen_bit(checkpoint)
-
-    def tell(done: int, total: int, label: str) -> None:
-        if progress:
-            progress(0, 1, f"looking where bits matter, {done} of {total} steps: {label}")
-
-    return mixing.mixed(
-        model,
-        checkpoint,
-        anatomy,
-        budget,
-        form,
-        lambda steps: _sizes(_order(checkpoint, steps, anatomy.blocks, None, keep_odd=True)),
-        progress=tell,
-        **ways,
-        **text,
-    )
-
-
-def _sizes(order: Order) -> tuple[int, int]:
-    """The bytes of the files with weights, and of the tensors in them."""
-    container = order.container(Path())
-    parts = shards(order.division.pieces, container.shard_bytes)
-    cut = [[entry for piece in pieces for entry in piece.entries] for pieces in parts]
-    padded = sum(-(-nbytes(*entry[1:]) // container.alignment) * container.alignment for part in cut for entry in part)
-    return padded + sum(len(container.header(number, cut)) for number in range(len(cut))), order.division.bytes
-
-
-def _targets(division: TensorPlan) -> dict[str, Target]:
-    return {piece.name: piece.target for piece in division.pieces if isinstance(piece, Assemble)}
-
-
-def _calibrated(
-    checkpoint: Checkpoint,
-    steps: Recipe,
-    anatomy: Anatomy,
-    division: TensorPlan,
-    device: torch.device,
-    options: Mapping[str, Any],
-) -> "Calibrated | None":
-    """What a calibrated job reads; other jobs load no model and no text."""
-    if steps.calibrated:
-        from quantry.quantizing.calibration.calibrator import begin  # brings transformers along
-
-        return begin(
-            checkpoint, steps, anatomy, division, device, **{**options, "low_memory": bool(options["low_memory"])}
-        )
-    unused = next((name for name, value in options.items() if value is not None), None)
-    if unused:
-        raise RecipeError(
-            f"--{unused.replace('_', '-')} has no use: {steps.preset.name} is not calibrated", fix=CALIBRATED
-        )
-    return None
-
-
-def _in_sequence(steps: Recipe, sequential: bool | None) -> Recipe:
-    """The recipe, calibrated block after quantized block if that is wanted."""
-    reasons = {
-        f"{steps.preset.name} is not calibrated": not steps.calibrated,
-        "--imatrix auto is computed before the first block is quantized": steps.imatrix == AUTO,
-        f"{steps.preset.name} trains each block on what the 16-bit ones give": steps.distilled,
-    }
-    reason = next((reason for reason, holds in reasons.items() if holds), None)
-    if sequential and reason:
-        raise RecipeError(f"--sequential has no use: {reason}", fix="leave it out")
-    return replace(steps, sequential=SEQUENTIAL and reason is None if sequential is None else sequential)
-
-
-def _cache_notes(steps: Recipe) -> tuple[str, ...]:
-    """How an engine is told what the KV cache is in."""
-    if steps.kv is None:
-        return ()
-    if steps.format == GGUF:
-        return ("Serve it with llama.cpp's --flash-attn on --cache-type-k q8_0 --cache-type-v q8_0.",)
-    word = "fp8" if steps.cache else "int8_per_token_head"
-    return (f"Serve it with vLLM's --kv-cache-dtype {word}.",)
-
-
-class _Walking:
+class _Progress:
     """Progress of a job that walks through a model between the pieces it writes."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
@@ -298,19 +180,94 @@ class _Walking:
         self.bytes(self._done, self._total, f"calibrating {name}, {done} of {count} done")
 
 
-def _importance(path: str | Path | None, steps: Recipe) -> importance.Importance | None:
+def _checked_output(output: str | Path) -> Path:
+    out = Path(output).expanduser()
+    check_target(out)
+    if out.suffix == ".gguf":
+        raise OutputError(
+            f"{out} ends in .gguf, and the output is a folder",
+            fix="give a folder; the file in it is named by the model",
+        )
+    return out
+
+
+def _mixture(
+    model: str | Path, settings: Mapping[str, Any], options: JobOptions, progress: Progress | None
+) -> tuple[Recipe, JobOptions]:
+    """Chooses a mixture of grids for a budget."""
+    from quantry.jobs.auto.mixture import AutoOptions, choose_mixture
+
+    unused = ("recipe", "plan", "group", "imatrix", "input_scales")
+    _refuse(settings, unused, "with preset auto, which chooses for each tensor", "leave it out")
+    used = ("budget", "format", "rounder", "transform", "kv", "gpu")
+    auto = AutoOptions(**{key: settings[key] for key in used if settings[key] is not None})
+
+    def measuring(done: int, total: int, label: str) -> None:
+        if progress:
+            progress(0, 1, f"looking where bits matter, {done} of {total} steps: {label}")
+
+    mixture = choose_mixture(model, auto, options.text, options.device, measuring)
+    return mixture.recipe, replace(options, keep_odd=True, mixture=mixture)
+
+
+def _recipe(
+    model: str | Path, settings: Mapping[str, Any], options: JobOptions, progress: Progress | None
+) -> tuple[Recipe, JobOptions]:
+    """Returns the recipe of a preset, a recipe file or a plan, with the other settings on top."""
+    _refuse(settings, ("budget", "gpu"), "without --preset auto", "add it, or leave this out")
+    given = [key for key in ("preset", "recipe", "plan") if settings[key] is not None]
+    if len(given) != 1:
+        raise RecipeError(f"{len(given)} of --preset, --recipe and --plan are given", fix="give exactly one of them")
+    read = {"recipe": read_recipe, "plan": read_plan}.get(given[0])
+    written = read(Path(settings[given[0]]).expanduser()) if read else {}
+    recipe = build({**written, **{key: settings[key] for key in KEYS & settings.keys() if settings[key] is not None}})
+    imatrix = settings["imatrix"]
+    vectors = _importance(imatrix, recipe)
+    known = vectors.sha256 if vectors else AUTO if str(imatrix) == AUTO else None
+    return replace(recipe, imatrix=known), replace(options, importance=vectors)
+
+
+def _refuse(settings: Mapping[str, Any], unused: tuple[str, ...], why: str, fix: str) -> None:
+    """Raises RecipeError for the first setting that is given though it has no use."""
+    for name in unused:
+        if settings[name] is not None:
+            raise RecipeError(f"--{name.replace('_', '-')} has no use {why}", fix=fix)
+
+
+def _importance(path: str | Path | None, recipe: Recipe) -> Importance | None:
+    """Reads a file of importance vectors. Raises RecipeError if the recipe has no use for one."""
     if path is None or str(path) == "none":
         return None
-    if steps.format != GGUF:
-        raise RecipeError(f"--imatrix has no use in format {steps.format}", fix="leave it out, or use a gguf preset")
-    if steps.preset.scheme.weight.is_cast and not steps.rules:
-        raise RecipeError(f"--imatrix has no use with {steps.preset.name}, which rounds nothing", fix="leave it out")
-    if steps.transform:
+    if recipe.format != GGUF:
+        raise RecipeError(f"--imatrix has no use in format {recipe.format}", fix="leave it out, or use a gguf preset")
+    if recipe.preset.scheme.weight.is_cast and not recipe.rules:
+        raise RecipeError(f"--imatrix has no use with {recipe.preset.name}, which rounds nothing", fix="leave it out")
+    if recipe.transform:
         raise RecipeError(
-            f"--imatrix has no use with {steps.transform}, which scales the inputs that it is of", fix="leave it out"
+            f"--imatrix has no use with {recipe.transform}, which scales the inputs that it describes",
+            fix="leave it out",
         )
-    return None if str(path) == AUTO else importance.read(Path(path).expanduser())
+    return None if str(path) == AUTO else read_importance(Path(path).expanduser())
 
 
-def _path(value: str | Path | None) -> Path | None:
-    return None if value is None else Path(value).expanduser()
+def _in_sequence(recipe: Recipe, sequential: bool | None) -> Recipe:
+    """Sets whether blocks are calibrated one after the other's quantization. Raises RecipeError if they cannot be."""
+    reasons = {
+        f"{recipe.preset.name} is not calibrated": not recipe.calibrated,
+        "--imatrix auto is computed before the first block is quantized": recipe.imatrix == AUTO,
+        f"{recipe.preset.name} trains each block on what the 16-bit ones give": recipe.distilled,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if sequential and reason:
+        raise RecipeError(f"--sequential has no use: {reason}", fix="leave it out")
+    return replace(recipe, sequential=SEQUENTIAL and reason is None if sequential is None else sequential)
+
+
+def _cache_notes(recipe: Recipe) -> tuple[str, ...]:
+    """Says how an engine is told about the KV cache."""
+    if recipe.kv is None:
+        return ()
+    if recipe.format == GGUF:
+        return ("Serve it with llama.cpp's --flash-attn on --cache-type-k q8_0 --cache-type-v q8_0.",)
+    word = "fp8" if recipe.cache else "int8_per_token_head"
+    return (f"Serve it with vLLM's --kv-cache-dtype {word}.",)

@@ -1,1 +1,1 @@
-"""Methods: transforms, fits and rounders, one file each."""
+"""Methods: transforms of a block, fits of a grid's parameters, rounders onto a grid; one file each."""

@@ -26,6 +26,7 @@ FUSED = (  # as vLLM 0.32's models pack them
 )
 EXPERT = re.compile(r"\.experts\.\d+\.")
 STACKED = re.compile(r"(?P<experts>.+\.experts)\.(?P<kind>gate_up_proj|down_proj)(\.weight)?")
+EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # linears in a stack
 TRANSPOSED = frozenset({"gpt2", "openai-gpt", "imagegpt"})  # Conv1D keeps weights as (in, out)
 INTERLEAVED = frozenset({"gpt_oss"})  # gate and up rows alternate
 
@@ -77,6 +78,17 @@ def _of_tensor(tensor: TensorInfo, tensors: Sequence[TensorInfo], family: str, h
     return [Linear(module, tensor.name, (tensor.shape[0], tensor.shape[1]), fused, shared_name(fused))]
 
 
+def module_names(tensor: str, expert: int | None) -> tuple[str, ...]:
+    """Returns the modules that a tensor of the checkpoint, or one expert in its stack, stands for."""
+    stem = tensor.removesuffix(".weight")
+    if expert is None:
+        return (stem,)
+    stacked = STACKED.fullmatch(tensor)
+    if stacked is None:
+        return (f"{stem}.{expert}",)
+    return tuple(f"{stacked['experts']}.{expert}.{leaf}" for leaf in EXPERT_PARTS[stacked["kind"]])
+
+
 def fused_name(module: str) -> str:
     """The name shared by the modules that engines fuse with this one."""
     parent, _, leaf = module.rpartition(".")
@@ -105,7 +117,7 @@ def _of_experts(tensor: TensorInfo, prefix: str, kind: str, flip: bool) -> list[
     """The linears in a stack of experts."""
     experts, first, second = tensor.shape
     out, into = (second, first) if flip else (first, second)
-    names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
+    names = EXPERT_PARTS[kind]
     part = out // len(names)
     return [
         Linear(

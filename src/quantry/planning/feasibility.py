@@ -41,7 +41,7 @@ from quantry.engines.contract.catalogue import (
 )
 from quantry.engines.contract.catalogue import engine as engine_of
 from quantry.errors import QuantryError
-from quantry.formats import spell
+from quantry.formats.contract import spell
 from quantry.llamacpp import families
 from quantry.llamacpp.mixture import BLOCKS, FALLBACKS
 from quantry.models.attention import block_count, text_config

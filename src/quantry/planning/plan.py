@@ -490,7 +490,7 @@ def _shards(request: Request, candidate: Candidate) -> int:
     """Files of a GGUF: it is cut where one would grow too large."""
     if candidate.recipe.format != GGUF or candidate.footprint.weights < gguf_file.SHARD_BYTES:
         return 1
-    division = gguf_file.divide(request.checkpoint, candidate.recipe)
+    division = gguf_file.plan_gguf(request.checkpoint, candidate.recipe)
     return len(shards(division.pieces, gguf_file.SHARD_BYTES))
 
 

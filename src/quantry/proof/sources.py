@@ -116,7 +116,7 @@ def _quantized(model: str | Path) -> ModelSource:
         return dequantize(artefact.read(modules[name])) if name in modules else weights.copy(plain[name])
 
     def input_scale(module: str) -> float:
-        scale = artefact.input_scale(module)
+        scale = artefact.read(module).input_scale
         assert scale is not None
         return float(scale)
 
@@ -130,7 +130,7 @@ def _quantized(model: str | Path) -> ModelSource:
 def _gguf(model: str | Path) -> ModelSource:
     file = restore.open_file(model)
     pieces = {piece.name: piece for piece in restore.originals(file, "f32")}
-    restorer = restore.Restorer(file)
+    restorer = restore.RestoredTensorMaker(file)
     stored = {target.name: tensor.dtype.lower() for tensor, target in file.pairs}
     dtypes = {name: stored[piece.parts[0][0].name] for name, piece in pieces.items()}
     return ModelSource(

@@ -30,7 +30,7 @@ from quantry.proof.tasks.judge import JudgeEndpoint
 from quantry.proof.text import default_text, read_text
 from quantry.proof.text import windows as cut
 from quantry.quantizing import card
-from quantry.quantizing.recipe import from_card
+from quantry.quantizing.recipe_file import from_card
 from quantry.registry import suggest
 from quantry.storage import ARTEFACT_FILE
 from quantry.types import Progress, Proof, Workload

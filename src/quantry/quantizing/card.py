@@ -1,5 +1,6 @@
-"""What a finished job says of itself: quantry.json for programs, the model card for people. No clock, no host: the same
-job gives the same bytes.
+"""Describes a finished job: quantry.json for programs, the model card for people.
+
+Neither names a clock or a host, so the same job gives the same bytes.
 """
 
 import json
@@ -22,7 +23,7 @@ from quantry.storage import ARTEFACT_FILE
 from quantry.types import Anatomy, Artefact
 
 SECTION = ("<!-- proof -->", "<!-- end of proof -->")  # of the model card
-FIGURES = {  # of a proof -> how the card calls them, and how they are written
+FIGURES = {  # of a proof -> their names and number formats in the card
     "kl": ("mean KL divergence", ".4f"),
     "kl_median": ("median KL divergence", ".4f"),
     "kl_p99": ("99th percentile of KL divergence", ".3f"),
@@ -31,8 +32,8 @@ FIGURES = {  # of a proof -> how the card calls them, and how they are written
 }
 
 
-def plan(source: str, out: Path, recipe: Recipe, anatomy: Anatomy, division: TensorPlan) -> Artefact:
-    """What a job will give, known before it starts."""
+def plan(source: str, out: Path, recipe: Recipe, anatomy: Anatomy, tensors: TensorPlan) -> Artefact:
+    """Returns what a job will write, before it starts."""
     return Artefact(
         source=source,
         path=str(out),
@@ -40,40 +41,41 @@ def plan(source: str, out: Path, recipe: Recipe, anatomy: Anatomy, division: Ten
         format=recipe.format,
         parameters=anatomy.parameters,
         source_bytes=anatomy.bytes,
-        bytes=division.bytes,
-        bits_per_weight=round(8 * division.bytes / anatomy.parameters, 4),
-        quantized_layers=len(division.assignment),
-        kept_tensors=sum(fate.startswith(("kept", "cast")) for fate in division.fates.values()),
+        bytes=tensors.bytes,
+        bits_per_weight=round(8 * tensors.bytes / anatomy.parameters, 4),
+        quantized_layers=len(tensors.assignment),
+        kept_tensors=sum(fate.startswith(("kept", "cast")) for fate in tensors.fates.values()),
     )
 
 
 def finish(planned: Artefact, files: Mapping[str, Finished], notes: tuple[str, ...]) -> Artefact:
+    """Adds the written files and what was found on the way."""
     return replace(planned, files={name: asdict(done) for name, done in files.items()}, notes=notes)
 
 
-def as_json(artefact: Artefact, recipe: Recipe, division: TensorPlan) -> str:
-    """quantry.json: recipe, versions, hashes, sizes, and the fate of every source tensor."""
+def as_json(artefact: Artefact, recipe: Recipe, tensors: TensorPlan) -> str:
+    """Returns quantry.json: recipe, versions, hashes, sizes, and the fate of every source tensor."""
     content = {
         "quantry": __version__,
         "versions": {"python": platform.python_version(), "torch": version("torch")},
         **{key: value for key, value in artefact.to_dict().items() if key not in ("path", "source")},
         "source": Path(artefact.source).name,
         "recipe": recipe.to_dict(),
-        "fates": _fates(division),
+        "fates": _fates(tensors),
     }
     return json.dumps(content, indent=2) + "\n"
 
 
-def _fates(division: TensorPlan) -> dict[str, list[str]]:
+def _fates(tensors: TensorPlan) -> dict[str, list[str]]:
     fates: dict[str, list[str]] = {}
-    for name, fate in division.fates.items():
+    for name, fate in tensors.fates.items():
         fates.setdefault(fate, []).append(name)
     return fates
 
 
-def as_markdown(artefact: Artefact, recipe: Recipe, division: TensorPlan) -> str:
-    """The model card."""
-    counts = Counter(fate.partition(":")[0] for fate in division.fates.values())
+def as_markdown(artefact: Artefact, recipe: Recipe, tensors: TensorPlan) -> str:
+    """Returns the model card."""
+    counts = Counter(fate.partition(":")[0] for fate in tensors.fates.values())
     rules = "".join(f"| {match} | {what} |\n" for match, what in _rules(recipe))
     name = Path(artefact.source).name
     return f"""---
@@ -99,11 +101,11 @@ tags: [quantized, quantry, {artefact.preset}]
 
 
 def _rules(recipe: Recipe) -> list[tuple[str, str]]:
-    """The rules, or how often each thing is ruled where there is one for every layer."""
-    told = [(rule.match, rule.type or (_grouped(rule.preset) if rule.preset else "16 bit")) for rule in recipe.rules]
+    """Returns the rules of a recipe; those of a budget, one for every layer, are counted."""
+    rules = [(rule.match, rule.type or (_grouped(rule.preset) if rule.preset else "16 bit")) for rule in recipe.rules]
     if recipe.budget:
-        return [(what, f"{count} rules") for what, count in Counter(what for _, what in told).most_common()]
-    return [(f"`{match}`", what) for match, what in told]
+        return [(what, f"{count} rules") for what, count in Counter(what for _, what in rules).most_common()]
+    return [(f"`{match}`", what) for match, what in rules]
 
 
 def _grouped(preset: Preset) -> str:
@@ -114,7 +116,8 @@ def _grouped(preset: Preset) -> str:
 def record_proof(folder: Path, proof: Mapping[str, Any]) -> bool:
     """Puts a proof (types.Proof as a dict) into quantry.json and the model card, in place of an older one.
 
-    An artefact without quantry.json was made by another tool and is left as it is; then False is returned.
+    Returns False for an artefact without quantry.json: another tool made it, and it stays unchanged. Raises OutputError
+    if the files cannot be read or written.
     """
     note, card = folder / ARTEFACT_FILE, folder / "README.md"
     if not note.is_file():
@@ -133,13 +136,13 @@ def record_proof(folder: Path, proof: Mapping[str, Any]) -> bool:
         ) from error
     except OSError as error:
         raise OutputError(
-            f"cannot write {error.filename or note}: {error.strerror}", fix="mend that, or verify without recording"
+            f"cannot write {error.filename or note}: {error.strerror}", fix="make the folder writable, and verify again"
         ) from error
     return True
 
 
 def proof_section(proof: Mapping[str, Any]) -> str:
-    """The proof for people."""
+    """Returns the proof for people, as Markdown."""
     served: Mapping[str, Any] = proof.get("served") or {}
     verdict = "Passes" if proof.get("verdict") == "pass" else "**Fails**"
     text = proof.get("text") or {}
@@ -161,7 +164,7 @@ def proof_section(proof: Mapping[str, Any]) -> str:
 
 
 def _with_section(text: str, section: str) -> str:
-    """The card with its section replaced, or put at its end."""
+    """Replaces the proof section of a card, or appends it."""
     begin, end = SECTION
     whole = f"{begin}\n{section}{end}\n"
     older = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}\n?", re.DOTALL)
@@ -171,7 +174,7 @@ def _with_section(text: str, section: str) -> str:
 
 
 def _figure(side: Mapping[str, Any], name: str, style: str) -> str:
-    """A number with its confidence interval, if it has one."""
+    """Writes a number with its confidence interval, if it has one."""
     bounds = (side.get("intervals") or {}).get(name)
     reach = f" ({bounds[0]:{style}} to {bounds[1]:{style}})" if bounds else ""
     return _number(side, name, style) + reach
@@ -183,7 +186,7 @@ def _number(side: Mapping[str, Any], name: str, style: str) -> str:
 
 
 def _memory(memory: Mapping[str, Any]) -> str:
-    """Predicted bytes beside those that the engine reported; each side by part."""
+    """Returns a table of predicted bytes and those that the engine reported, by part."""
     predicted, measured = memory.get("predicted") or {}, memory.get("measured") or {}
     names = list(dict.fromkeys([*predicted, *measured]))
     if not names:

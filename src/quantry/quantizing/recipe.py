@@ -1,54 +1,34 @@
-"""Recipes: which scheme each linear layer gets, from a preset, a recipe file or a plan.
+"""Recipes: which scheme each layer gets, how it is rounded, and the format that holds the result.
 
-A recipe file is TOML: what the command line says, and rules for layers by name, the first that matches wins.
-
-    preset = "w4a16"
-    format = "compressed-tensors"
-    group = 64
-    rounder = "gptq"            # for all layers, instead of the presets' own
-    transform = "awq"           # the same: what is done to each block before
-    input_scales = "mse"        # how static scales of inputs are found, instead of the presets' own way
-    kv = "fp8"                  # what the KV cache is to be served in
-
-    [[rules]]
-    match = "*.layers.0.*"      # shell pattern on the layer's name
-    preset = "w8a16"            # or: keep = true, to leave it in 16 bit
-
-In a recipe for GGUF a rule names tensors as they are called there, and gives a ggml type instead of a preset:
-
-    preset = "gguf-q4_k_m"
-
-    [[rules]]
-    match = "blk.*.ffn_down.weight"
-    type = "Q6_K"
+A recipe is built from settings as a user writes them (command line, recipe file, plan; see recipe_file.py): a preset, a
+format, changes to the preset, and rules for layers by name. `build` checks that all of it can be carried out together.
 """
 
-import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from quantry import registry
 from quantry.errors import RecipeError, UnknownNameError
+from quantry.formats.contract import FORMATS, load_format
+from quantry.formats.gguf import NAME as GGUF
+from quantry.methods.contract import FITS, ROUNDERS, TRANSFORMS
 from quantry.types import Activation, Grid, Scheme
 
-KV: Mapping[str, Grid | None] = {  # what a KV cache can be served in: the grid of its scales, where some are stored
+KV: Mapping[str, Grid | None] = {  # KV caches by name: the grid of their stored scales, None if none are stored
     "fp8": Grid("e4m3", 8, (0, 0)),
     "fp8-head": Grid("e4m3", 8, (1, 0)),
     "int8": None,
 }
-COUNTS = frozenset({"percentile", "mse"})  # ways to find static scales that need to know how large inputs are how often
+HISTOGRAMS = frozenset({"percentile", "mse"})  # methods for static input scales that need a histogram of the inputs
 CAST = "safetensors"  # the format of 16-bit presets: nothing is encoded
-AUTO = "auto"  # what is found for one model: importance vectors, or the preset of every layer for a size
-STATISTICS = frozenset({"clip", "gptq"})  # fits and rounders that need to know the inputs of a layer
-SMOOTHING = "smoothquant"  # the transform that is for inputs which are rounded
-NEAREST = "leave --rounder out, or use nearest"
-UNORDERED = frozenset({"nf4", "fp4", "bf16", "f16"})  # grids without the even steps that gptq rounds onto
+AUTO = "auto"  # computed for one model: importance vectors, or the preset of every layer for a size
+KEYS = frozenset({"preset", "format", "group", "fit", "rounder", "transform", "input_scales", "kv", "rules"})
+RULE_KEYS = frozenset({"match", "preset", "group", "keep", "type"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +40,31 @@ class Preset:
     scheme: Scheme
     formats: tuple[str, ...]
     transform: str | None = None
-    fit: str | None = "absmax"  # None: block types of ggml are searched as ggml does, scales and codes at once
+    fit: str | None = "absmax"  # None: ggml's own search finds scales and codes of its block types at once
     rounder: str = "nearest"
     input_scales: str = "minmax"  # how static scales of inputs are found
-    distilled: bool = False  # whether each block is trained against its 16-bit output before it is rounded
+    distilled: bool = False  # train each block against its 16-bit output before rounding
     file_type: str | None = None  # of GGUF: a mixture of block types
 
     @property
+    def needs_statistics(self) -> bool:
+        """Says if the statistics of the layers' inputs are needed."""
+        return (
+            self.transform is not None
+            or self.scheme.static is not None
+            or (self.fit is not None and bool(registry.facts(FITS, self.fit)["NEEDS_STATISTICS"]))
+            or bool(registry.facts(ROUNDERS, self.rounder)["NEEDS_STATISTICS"])
+        )
+
+    @property
     def calibrated(self) -> bool:
-        """Whether it is made from what the layers are given on some text."""
-        known = self.transform is not None or not STATISTICS.isdisjoint((self.fit, self.rounder))
-        return known or self.scheme.static is not None or self.distilled
+        """Says if the model has to be run on some text."""
+        return self.needs_statistics or self.distilled
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A preset for the layers whose name matches (in GGUF a type for tensors); neither leaves them in 16 bit."""
+    """A preset for the layers whose name matches, or in GGUF a type for tensors; neither leaves them in 16 bit."""
 
     match: str
     preset: Preset | None
@@ -102,24 +91,24 @@ class Recipe:
     preset: Preset
     format: str
     rules: tuple[Rule, ...] = ()
-    imatrix: str | None = None  # SHA-256 of the file of importance vectors, or AUTO before they are computed
+    imatrix: str | None = None  # SHA-256 of the importance matrix, or AUTO before it is computed
     calibration: Calibration | None = None
     kv: str | None = None  # a name of KV
-    sequential: bool = False  # whether a block is calibrated on what the quantized blocks before it give
+    sequential: bool = False  # calibrate each block on the output of the quantized blocks before it
     budget: str | None = None  # the size that the rules were chosen for, in words
 
     @property
     def name(self) -> str:
-        """What it is called: by its preset, or auto where a size has chosen."""
+        """The preset's name, or auto if the rules were chosen for a size."""
         return AUTO if self.budget else self.preset.name
 
     @property
     def about(self) -> str:
-        """What it does, for people."""
+        """One sentence for people."""
         return f"Chosen tensor by tensor for {self.budget}" if self.budget else self.preset.about
 
     def preset_for(self, module: str) -> Preset | None:
-        """The preset of the layer `module`; None leaves it in 16 bit."""
+        """Returns the preset of a layer; None leaves it in 16 bit."""
         for rule in self.rules:
             if fnmatchcase(module, rule.match):
                 return rule.preset
@@ -131,269 +120,227 @@ class Recipe:
         return (self.preset, *(rule.preset for rule in self.rules if rule.preset))
 
     @property
+    def needs_statistics(self) -> bool:
+        """Says if some layer needs the statistics of its input."""
+        return any(preset.needs_statistics for preset in self.presets)
+
+    @property
     def calibrated(self) -> bool:
-        """Whether the job needs to know what the layers are given on some text."""
-        return self.imatrix == AUTO or self.cache is not None or any(one.calibrated for one in self.presets)
+        """Says if the model has to be run on some text."""
+        return self.imatrix == AUTO or self.cache is not None or any(preset.calibrated for preset in self.presets)
 
     @property
     def distilled(self) -> bool:
-        """Whether blocks are trained before they are rounded."""
-        return any(one.distilled for one in self.presets)
+        """Says if blocks are trained before they are rounded."""
+        return any(preset.distilled for preset in self.presets)
 
     @property
     def histogram(self) -> bool:
-        """Whether calibration has to count how large inputs are."""
-        return any(one.scheme.static and one.input_scales in COUNTS for one in self.presets)
+        """Says if calibration has to count the magnitudes of inputs."""
+        return any(preset.scheme.static and preset.input_scales in HISTOGRAMS for preset in self.presets)
 
     @property
     def cache(self) -> Grid | None:
-        """The grid of the KV cache, where scales for it are stored."""
+        """The grid of the KV cache, if scales for it are stored."""
         return KV[self.kv] if self.kv else None
 
     @property
     def transform(self) -> str | None:
-        """What is done to a block before its layers are rounded."""
-        return next((one.transform for one in self.presets if one.transform), None)
+        """The transform of every block before its layers are rounded."""
+        return next((preset.transform for preset in self.presets if preset.transform), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Without a calibration that there was not, and what goes with one."""
+        """Returns the JSON of quantry.json; drops the optional fields that are not set."""
         optional = ("calibration", "kv", "sequential", "budget")
         return {key: value for key, value in asdict(self).items() if key not in optional or value}
 
 
 def presets() -> dict[str, Preset]:
-    """All presets by name, in the order of presets.toml."""
+    """Returns all presets by name, in the order of presets.toml."""
     return dict(_presets())
 
 
 def preset(name: str, group: int | None = None) -> Preset:
-    """The preset of a name that can be made here, with another group size if asked for."""
-    known = _presets()
+    """Returns the preset of that name, with another group size if given. Raises UnknownNameError or RecipeError."""
     if name == AUTO:
         raise RecipeError("preset auto is chosen for one model and size", fix="use it with quantry quantize --budget")
-    if name not in known:
-        raise UnknownNameError(f"unknown preset {name!r}", fix=registry.suggest(name, tuple(known)))
-    chosen = known[name]
-    return chosen if group is None else _regroup(chosen, group)
+    if name not in _presets():
+        raise UnknownNameError(f"unknown preset {name!r}", fix=registry.suggest(name, tuple(_presets())))
+    named = _presets()[name]
+    return named if group is None else _with_group(named, group)
 
 
-def from_options(
-    preset_name: str | None,
-    recipe_file: Path | None,
-    plan_file: Path | None,
-    format_name: str | None,
-    group: int | None,
-    rounder: str | None = None,
-    input_scales: str | None = None,
-    kv: str | None = None,
-    transform: str | None = None,
-) -> Recipe:
-    """The recipe that the options of `quantry quantize` describe: exactly one of preset, recipe file and plan."""
-    given = [option for option in (preset_name, recipe_file, plan_file) if option is not None]
-    if len(given) != 1:
-        raise RecipeError(f"{len(given)} of --preset, --recipe and --plan are given", fix="give exactly one of them")
-    if recipe_file is not None:
-        settings = _read(recipe_file, tomllib.loads)
-    elif plan_file is not None:
-        settings = _from_plan(_read(plan_file, json.loads), plan_file)
-    else:
-        settings = {"preset": preset_name}
-    overrides = {
-        "format": format_name, "group": group, "rounder": rounder, "input_scales": input_scales, "kv": kv,
-        "transform": transform,
-    }  # fmt: skip
-    return _build({**settings, **{key: value for key, value in overrides.items() if value is not None}})
+def build(settings: Mapping[str, Any], budget: str | None = None) -> Recipe:
+    """Returns the recipe that settings describe: the keys of a recipe file, None where nothing is asked for.
 
+    `budget` says in words which size the rules were chosen for. Raises RecipeError for what cannot be carried out and
+    UnknownNameError for a name that does not exist.
 
-def from_card(content: Mapping[str, Any]) -> Recipe:
-    """The recipe that quantry.json tells of."""
-    told = content["recipe"]
-    rules = [
-        {"match": rule["match"]}
-        | ({"type": rule["type"]} if rule["type"] else _named(rule["preset"]) if rule["preset"] else {"keep": True})
-        for rule in told["rules"]
-    ]
-    main = {**_named(told["preset"]), **_told_ways(told["preset"])}
-    made = _build({**main, "format": told["format"], "rules": rules, "kv": told.get("kv")})
-    return replace(made, budget=told.get("budget"))
-
-
-def mixed(
-    name: str,
-    group: int | None,
-    form: str,
-    rounder: str,
-    transform: str | None,
-    rules: Sequence[Mapping[str, Any]],
-    kv: str | None,
-    budget: str,
-) -> Recipe:
-    """A recipe whose rules were chosen for a size."""
-    main = {"preset": name, "group": group, "format": form, "rounder": rounder, "transform": transform, "kv": kv}
-    return replace(_build({**main, "rules": list(rules)}), budget=budget)
-
-
-def _named(told: Mapping[str, Any]) -> dict[str, Any]:
-    """A preset by its name, and its group where that is another than the preset's own."""
-    group = tuple(told["scheme"]["weight"]["block"])
-    known = _presets().get(told["name"])
-    return {"preset": told["name"]} | ({"group": group[1]} if known and group != known.scheme.weight.block else {})
-
-
-def _told_ways(told: Mapping[str, Any]) -> dict[str, Any]:
-    """The rounder, the transform and the way to static scales, where they are others than the preset's own."""
-    known = _presets().get(told["name"])
-    ways = ("rounder", "input_scales", "transform")
-    return {way: told[way] for way in ways if known and way in told and told[way] != getattr(known, way)}
-
-
-def _build(settings: Mapping[str, Any]) -> Recipe:
-    _only(settings, {"preset", "format", "group", "rounder", "transform", "input_scales", "kv", "rules"}, "recipe")
+    >>> build({"preset": "w4a16", "group": 64, "rounder": "gptq"}).format
+    'compressed-tensors'
+    """
+    _check_keys(settings, KEYS, "recipe")
     main = preset(_text(settings, "preset"), settings.get("group"))
-    rules = settings.get("rules", [])
+    rules = settings.get("rules") or []
     if not isinstance(rules, list):
         raise RecipeError(f"rules is {str(rules)[:40]!r}, not a list", fix="write each rule as [[rules]]")
-    recipe = Recipe(main, settings.get("format") or main.formats[0], tuple(_rule(rule) for rule in rules))
-    if settings.get("rounder") is not None:
-        recipe = _rounded_by(recipe, _text(settings, "rounder"))
-    if settings.get("transform") is not None:
-        recipe = _transformed_by(recipe, _text(settings, "transform"))
-    if settings.get("input_scales") is not None:
-        recipe = _scaled_by(recipe, _text(settings, "input_scales"))
+    plain = Recipe(main, settings.get("format") or main.formats[0], tuple(_rule(rule) for rule in rules), budget=budget)
+    changes = {
+        key: check(plain, _text(settings, key)) for key, check in CHECKS.items() if settings.get(key) is not None
+    }
+    recipe = _with_presets(plain, changes)
     if settings.get("kv") is not None:
         recipe = replace(recipe, kv=_text(settings, "kv"))
     _check_transforms(recipe)
-    return _fitting_cache(_fitting_format(recipe))
+    _check_format(recipe)
+    _check_cache(recipe)
+    return recipe
 
 
-def _rounded_by(recipe: Recipe, rounder: str) -> Recipe:
-    """The recipe with another rounder for all its presets."""
-    known = registry.choices("quantry.methods.rounders")
-    if rounder not in known:
-        raise UnknownNameError(f"unknown rounder {rounder!r}", fix=registry.suggest(rounder, known))
-    for one in recipe.presets:
-        if rounder != "nearest" and one.scheme.weight.kind in UNORDERED:
-            raise RecipeError(f"{rounder} cannot round onto the {one.scheme.weight.kind} of {one.name}", fix=NEAREST)
-    return _changed(recipe, {"rounder": rounder})
+def _with_presets(recipe: Recipe, changes: Mapping[str, str]) -> Recipe:
+    """Returns the recipe with all its presets changed."""
+    rules = tuple(
+        replace(rule, preset=replace(rule.preset, **changes)) if rule.preset else rule  # type: ignore[arg-type]
+        for rule in recipe.rules
+    )
+    return replace(recipe, preset=replace(recipe.preset, **changes), rules=rules)  # type: ignore[arg-type]
 
 
-def _transformed_by(recipe: Recipe, transform: str) -> Recipe:
-    """The recipe with another transform for all its presets."""
-    known = registry.choices("quantry.methods.transforms")
-    if transform not in known:
-        raise UnknownNameError(f"unknown transform {transform!r}", fix=registry.suggest(transform, known))
-    for one in recipe.presets:
-        wide = f"{one.name} keeps inputs in 16 bit" if transform == SMOOTHING and not one.scheme.activation else ""
-        reason = f"{one.name} rounds nothing" if one.scheme.weight.is_cast else wide
-        if reason:
-            raise RecipeError(f"--transform {transform} has no use: {reason}", fix="leave it out")
-    return _changed(recipe, {"transform": transform})
+def _fit(recipe: Recipe, name: str) -> str:
+    known = registry.choices(FITS)
+    if name not in known:
+        raise UnknownNameError(f"unknown fit {name!r}", fix=registry.suggest(name, known))
+    if recipe.preset.fit is None:
+        raise RecipeError(f"fit has no use: ggml fits the types of {recipe.preset.name} itself", fix="leave it out")
+    return name
 
 
-def _scaled_by(recipe: Recipe, way: str) -> Recipe:
-    """The recipe with another way to find the static scales of inputs."""
-    if way not in ("minmax", *sorted(COUNTS)):
-        raise UnknownNameError(
-            f"unknown way {way!r} to find input scales", fix=registry.suggest(way, ("minmax", *sorted(COUNTS)))
-        )
-    if not any(one.scheme.static for one in recipe.presets):
+def _rounder(recipe: Recipe, name: str) -> str:
+    known = registry.choices(ROUNDERS)
+    if name not in known:
+        raise UnknownNameError(f"unknown rounder {name!r}", fix=registry.suggest(name, known))
+    grids = registry.facts(ROUNDERS, name).get("GRIDS")
+    for used in recipe.presets:
+        if grids is not None and used.scheme.weight.kind not in grids:
+            raise RecipeError(
+                f"{name} cannot round onto the {used.scheme.weight.kind} of {used.name}",
+                fix="leave --rounder out, or use nearest",
+            )
+    return name
+
+
+def _transform(recipe: Recipe, name: str) -> str:
+    known = registry.choices(TRANSFORMS)
+    if name not in known:
+        raise UnknownNameError(f"unknown transform {name!r}", fix=registry.suggest(name, known))
+    for used in recipe.presets:
+        if used.scheme.weight.is_cast:
+            raise RecipeError(f"--transform {name} has no use: {used.name} rounds nothing", fix="leave it out")
+        if registry.facts(TRANSFORMS, name).get("NEEDS_QUANTIZED_INPUTS") and not used.scheme.activation:
+            raise RecipeError(f"--transform {name} has no use: {used.name} keeps inputs in 16 bit", fix="leave it out")
+    return name
+
+
+def _input_scales(recipe: Recipe, method: str) -> str:
+    known = ("minmax", *sorted(HISTOGRAMS))
+    if method not in known:
+        raise UnknownNameError(f"unknown method {method!r} for input scales", fix=registry.suggest(method, known))
+    if not any(used.scheme.static for used in recipe.presets):
         raise RecipeError(
             f"--input-scales has no use: {recipe.preset.name} stores no scales of inputs",
             fix="leave it out, or use fp8-static or w8a8-static",
         )
-    return _changed(recipe, {"input_scales": way})
+    return method
 
 
-def _changed(recipe: Recipe, what: Mapping[str, Any]) -> Recipe:
-    """The recipe with all its presets changed."""
-    rules = tuple(replace(rule, preset=replace(rule.preset, **what)) if rule.preset else rule for rule in recipe.rules)
-    return replace(recipe, preset=replace(recipe.preset, **what), rules=rules)
+CHECKS = {"fit": _fit, "rounder": _rounder, "transform": _transform, "input_scales": _input_scales}
 
 
 def _check_transforms(recipe: Recipe) -> None:
-    """A block is transformed as a whole, so in one way."""
-    ways = sorted({one.transform for one in recipe.presets if one.transform})
-    if len(ways) > 1:
-        raise RecipeError(f"the recipe transforms in {len(ways)} ways, {' and '.join(ways)}", fix="use one of them")
-    if ways and recipe.histogram:
+    """Checks that blocks, which are transformed as a whole, have one transform that suits the input scales."""
+    transforms = sorted({used.transform for used in recipe.presets if used.transform})
+    if len(transforms) > 1:
         raise RecipeError(
-            f"{ways[0]} scales the inputs, so that the counts that percentile and mse need are not theirs any more",
+            f"the recipe has {len(transforms)} transforms, {' and '.join(transforms)}, and a block takes one",
+            fix="use one of them",
+        )
+    if transforms and recipe.histogram:
+        raise RecipeError(
+            f"{transforms[0]} scales the inputs, so that the histograms for percentile and mse no longer hold",
             fix="use --input-scales minmax",
         )
-    counted = next((one for one in recipe.presets if one.scheme.static and one.scheme.weight.kind == "e2m1"), None)
-    if counted and counted.input_scales == "mse":
-        raise RecipeError(
-            f"mse cannot choose the input scale of {counted.name}, whose groups have scales of their own",
-            fix="use --input-scales minmax or percentile",
-        )
+    for used in recipe.presets:
+        if used.scheme.static and used.scheme.weight.kind == "e2m1" and used.input_scales == "mse":
+            raise RecipeError(
+                f"mse cannot choose the input scale of {used.name}, whose groups have scales of their own",
+                fix="use --input-scales minmax or percentile",
+            )
 
 
 def _rule(settings: Any) -> Rule:
     if not isinstance(settings, Mapping):
         raise RecipeError(f"a rule is {str(settings)[:40]!r}, not a table", fix="write each rule as [[rules]]")
-    _only(settings, {"match", "preset", "group", "keep", "type"}, "rule")
+    _check_keys(settings, RULE_KEYS, "rule")
     if ("preset" in settings) + bool(settings.get("keep")) + ("type" in settings) != 1:
         raise RecipeError(
-            f"rule {settings.get('match')!r} has not exactly one of preset, type and keep", fix="give one of them"
+            f"rule {settings.get('match')!r} does not have exactly one of preset, type and keep", fix="give one of them"
         )
     chosen = preset(_text(settings, "preset"), settings.get("group")) if "preset" in settings else None
     return Rule(_text(settings, "match"), chosen, _text(settings, "type") if "type" in settings else None)
 
 
-def _fitting_format(recipe: Recipe) -> Recipe:
-    """The recipe, if its format can hold all its schemes."""
-    if recipe.format != CAST and recipe.format not in registry.choices("quantry.formats"):
-        known = (*registry.choices("quantry.formats"), CAST)
-        raise UnknownNameError(f"unknown format {recipe.format!r}", fix=registry.suggest(recipe.format, known))
-    _check_types(recipe)
-    for one in recipe.presets:
+def _check_format(recipe: Recipe) -> None:
+    """Checks that the format exists and can hold all schemes."""
+    known = registry.choices(FORMATS)
+    if recipe.format != CAST and recipe.format not in known:
+        raise UnknownNameError(f"unknown format {recipe.format!r}", fix=registry.suggest(recipe.format, (*known, CAST)))
+    _check_rules(recipe)
+    for used in recipe.presets:
         if recipe.format == CAST:
-            reason = None if one.scheme.weight.is_cast else "safetensors alone holds 16-bit weights only"
+            reason = None if used.scheme.weight.is_cast else "safetensors alone holds 16-bit weights only"
         else:
-            reason = registry.load("quantry.formats", recipe.format).refusal(one.scheme)
+            reason = load_format(recipe.format).refusal(used.scheme)
         if reason:
             raise RecipeError(
-                f"format {recipe.format} cannot hold preset {one.name}: {reason}",
-                fix=f"{one.name} fits {' or '.join(one.formats)}",
+                f"format {recipe.format} cannot hold preset {used.name}: {reason}",
+                fix=f"{used.name} fits {' or '.join(used.formats)}",
             )
-    return recipe
 
 
-def _fitting_cache(recipe: Recipe) -> Recipe:
-    """The recipe, if its format can hold what its KV cache needs."""
-    if recipe.kv is not None and recipe.kv not in KV:
-        raise UnknownNameError(f"unknown KV cache {recipe.kv!r}", fix=registry.suggest(recipe.kv, tuple(KV)))
-    form = None if recipe.format == CAST else registry.load("quantry.formats", recipe.format)
-    if recipe.cache and not hasattr(form, "cache_layout"):
-        raise RecipeError(
-            f"format {recipe.format} has no place for the scales of an FP8 KV cache",
-            fix="use --format compressed-tensors, or --kv int8, which needs none",
-        )
-    return recipe
-
-
-def _check_types(recipe: Recipe) -> None:
-    """Rules of GGUF recipes give types, those of all others presets."""
+def _check_rules(recipe: Recipe) -> None:
+    """Checks that rules of GGUF recipes give types and those of all others presets."""
     for rule in recipe.rules:
-        if recipe.format == "gguf" and rule.preset is not None:
+        if recipe.format == GGUF and rule.preset is not None:
             raise RecipeError(
                 f"rule {rule.match!r} gives the preset {rule.preset.name}, and in GGUF a rule gives a type",
                 fix='write type = "Q6_K" or another ggml type',
             )
-        if recipe.format != "gguf" and rule.type is not None:
+        if recipe.format != GGUF and rule.type is not None:
             raise RecipeError(
                 f"rule {rule.match!r} gives the type {rule.type}, which only GGUF has",
                 fix="write preset = ... or keep = true",
             )
 
 
-def _regroup(chosen: Preset, group: int) -> Preset:
-    grid = chosen.scheme.weight
+def _check_cache(recipe: Recipe) -> None:
+    """Checks that the KV cache is known and the format can hold its scales."""
+    if recipe.kv is not None and recipe.kv not in KV:
+        raise UnknownNameError(f"unknown KV cache {recipe.kv!r}", fix=registry.suggest(recipe.kv, tuple(KV)))
+    holds = recipe.format not in (CAST, GGUF) and load_format(recipe.format).CACHE_SCALES is not None
+    if recipe.cache and not holds:
+        raise RecipeError(
+            f"format {recipe.format} has no place for the scales of an FP8 KV cache",
+            fix="use --format compressed-tensors, or --kv int8, which needs none",
+        )
+
+
+def _with_group(named: Preset, group: int) -> Preset:
+    grid = named.scheme.weight
     if grid.kind != "int" or grid.block[0] != 1 or grid.block[1] == 0:
-        raise RecipeError(f"preset {chosen.name} has no groups whose size could be {group}", fix="leave --group out")
+        raise RecipeError(f"preset {named.name} has no groups whose size could be {group}", fix="leave --group out")
     if type(group) is not int or group < 8 or group % 8 or group > 1024:
         raise RecipeError(f"group size {group} is not a multiple of 8 from 8 to 1024", fix="use 32, 64 or 128")
-    return replace(chosen, scheme=replace(chosen.scheme, weight=replace(grid, block=(1, group))))
+    return replace(named, scheme=replace(named.scheme, weight=replace(grid, block=(1, group))))
 
 
 @cache
@@ -406,8 +353,8 @@ def _preset(name: str, row: Mapping[str, Any]) -> Preset:
     activation = row.get("activation")
     scheme = Scheme(_grid(row["weight"]), _activation(activation) if activation else None)
     rest = {key: value for key, value in row.items() if key not in ("weight", "activation", "formats")}
-    how = {"fit": None} if "file_type" in row else {}
-    return Preset(name=name, scheme=scheme, formats=tuple(row["formats"]), **{**how, **rest})
+    fit = {"fit": None} if "file_type" in row else {}
+    return Preset(name=name, scheme=scheme, formats=tuple(row["formats"]), **{**fit, **rest})
 
 
 def _activation(row: Mapping[str, Any]) -> Activation:
@@ -419,28 +366,7 @@ def _grid(row: Mapping[str, Any]) -> Grid:
     return Grid(**{**row, "block": tuple(row.get("block", (1, 0)))})
 
 
-def _read(path: Path, parse: Any) -> Mapping[str, Any]:
-    try:
-        content = parse(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RecipeError(f"cannot read {path}: {error.strerror}", fix="check the path") from error
-    except (ValueError, RecursionError) as error:
-        raise RecipeError(f"{path} cannot be parsed: {error}", fix="mend the file") from error
-    if not isinstance(content, Mapping):
-        raise RecipeError(f"{path} holds a {type(content).__name__}, not an object", fix="mend the file")
-    return content
-
-
-def _from_plan(plan: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """The recipe of a plan: of its first, best option."""
-    options = plan.get("options")
-    best = options[0] if isinstance(options, list) and options else plan
-    if not isinstance(best, Mapping) or "preset" not in best:
-        raise RecipeError(f"{path} names no preset", fix="write it with quantry plan -o")
-    return {key: best[key] for key in ("preset", "format", "group") if best.get(key) is not None}
-
-
-def _only(settings: Mapping[str, Any], known: set[str], kind: str) -> None:
+def _check_keys(settings: Mapping[str, Any], known: frozenset[str], kind: str) -> None:
     unknown = sorted(set(settings) - known)
     if unknown:
         raise RecipeError(f"the {kind} has an unknown key {unknown[0]!r}", fix=f"known are {', '.join(sorted(known))}")

@@ -1,10 +1,10 @@
-"""A GGUF file back into an ordinary checkpoint: decoded weights in their own order, config and tokenizer.
+"""Restores an ordinary checkpoint from a GGUF file: decoded weights in their original order, config and tokenizer.
 
-Where each tensor goes back to is known from the header (llamacpp/to_checkpoint.py), and the loop is that of quantizing:
-piece by piece, in the memory of one tensor, resumable.
+The header says where each tensor goes (llamacpp/to_checkpoint.py), and the loop is that of quantizing: piece by piece,
+in the memory of one tensor, resumable.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -15,85 +15,79 @@ from torch import Tensor
 
 from quantry.errors import CheckpointError
 from quantry.formats import gguf
-from quantry.llamacpp import to_checkpoint as restoring
-from quantry.llamacpp import to_tokenizer as retokenizing
+from quantry.llamacpp import to_checkpoint, to_tokenizer
 from quantry.llamacpp.tensor_map import Target
 from quantry.models import gguf as header
 from quantry.models.anatomy import dissect
 from quantry.models.files import LocalFiles
 from quantry.models.reader import local_folder, open_checkpoint
 from quantry.models.weights import DTYPES, MappedWeights
-from quantry.models.workspace import check_room
 from quantry.models.writer import Entry, nbytes
 from quantry.quantizing import card
+from quantry.quantizing.calibration.block_inputs import BlockInputs
 from quantry.quantizing.containers.folder import SafetensorsFolder
-from quantry.quantizing.makers import cast
-from quantry.quantizing.pipeline import Job, write
+from quantry.quantizing.makers.checks import cast
+from quantry.quantizing.pipeline import WriteJob, write
 from quantry.quantizing.recipe import CAST, Preset, Recipe
-from quantry.quantizing.tensor_plan import STORED, Piece, Restore, TensorPlan
+from quantry.quantizing.slices import view
+from quantry.quantizing.tensor_plan import STORED, Piece, RestoredTensor, TensorPlan
 from quantry.types import Artefact, Checkpoint, Grid, Progress, Scheme, TensorInfo
 
 CHUNK = 1 << 24  # weights decoded at a time: 64 MB in float32
 
 
-def restore(
-    source: str | Path,
-    out: Path,
-    dtype: str,
-    dry_run: bool,
-    shard_bytes: int,
-    announce: Callable[[Artefact], None] | None,
-    progress: Progress | None,
-) -> Artefact:
-    """Writes the GGUF file `source` as a 16-bit checkpoint to the folder `out`; dtype is bf16 or f16."""
-    file = open_file(source)
-    small = retokenizing.tokenizer(file.metadata)
-    division = _divide(file, dtype)
-    recipe = _recipe(dtype)
-    planned = card.plan(str(source), out, recipe, dissect(file.checkpoint), division)
-    if announce:
-        announce(planned)
-    check_room(out, division.bytes)
-    if dry_run:
-        return planned
-    container = SafetensorsFolder(small.items(), file.config, dtype)
-    job = Job(file.checkpoint, file.folder, recipe, division, planned, container, shard_bytes)
-    return write(job, Restorer(file), progress)
+class Restoration:
+    """A GGUF file on its way back into the 16-bit checkpoint `out`; `dtype` is bf16 or f16."""
+
+    def __init__(self, source: str | Path, out: Path, dtype: str) -> None:
+        self._file = file = open_file(source)
+        self._small = to_tokenizer.tokenizer(file.metadata)
+        self.plan = _plan(file, dtype)
+        self._recipe = _recipe(dtype)
+        self.planned = card.plan(str(source), out, self._recipe, dissect(file.checkpoint), self.plan)
+
+    def run(self, shard_bytes: int, progress: Progress | None) -> Artefact:
+        """Writes the checkpoint."""
+        file = self._file
+        container = SafetensorsFolder(self._small.items(), file.config, self.plan.dtype)
+        job = WriteJob(file.checkpoint, file.folder, self._recipe, self.plan, self.planned, container, shard_bytes)
+        return write(job, RestoredTensorMaker(file), progress=progress)
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """An open GGUF file (all parts of a split one), as the checkpoint that it goes back to."""
+    """An open GGUF file, with all parts of a split one, as the checkpoint that it was made from."""
 
     checkpoint: Checkpoint
     folder: Path
-    config: dict[str, Any]  # config.json, but for the dtype
+    config: dict[str, Any]  # config.json without the dtype
     metadata: Mapping[str, Any]
     pairs: list[tuple[TensorInfo, Target]]
 
 
 def open_file(source: str | Path) -> GGUFFile:
-    """Opens a GGUF file or the folder that holds one."""
+    """Opens a GGUF file or the folder that holds one. Raises CheckpointError if it changes meanwhile."""
     checkpoint = open_checkpoint(source)
     place = local_folder(source)
     folder = place if place.is_dir() else place.parent
     name, files = place.name if place.is_file() else min(checkpoint.files), LocalFiles(folder)
     if any(files.sizes.get(file) != size for file, size in checkpoint.files.items()):
         raise CheckpointError(f"{source} changed between its header and its download", fix="run the command again")
-    found = header.read_shards(files, name, whole=True)
-    config = restoring.config(found.metadata, found.tensors, lambda name: _values(checkpoint, name))
-    return GGUFFile(checkpoint, folder, config, found.metadata, restoring.originals(config, found.tensors))
+    whole = header.read_shards(files, name, whole=True)
+    config = to_checkpoint.config(whole.metadata, whole.tensors, lambda name: _values(checkpoint, name))
+    return GGUFFile(checkpoint, folder, config, whole.metadata, to_checkpoint.originals(config, whole.tensors))
 
 
-class Restorer:
+class RestoredTensorMaker:
     """Makes checkpoint tensors from those of a GGUF file."""
 
     def __init__(self, file: GGUFFile) -> None:
         self._tensors = {target.name: tensor for tensor, target in file.pairs}
         self._weights = MappedWeights(file.folder)
 
-    def make(self, piece: Piece) -> Iterator[tuple[str, Tensor]]:
-        assert isinstance(piece, Restore)
+    def make(self, piece: Piece, known: BlockInputs | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yields a tensor of the checkpoint, in chunks of rows if it has one source."""
+        assert isinstance(piece, RestoredTensor)
         dtype = DTYPES[piece.entry[1]]
         (target, index), *others = piece.parts
         if not others and target.sources[index].expert is None and target.heads is None:
@@ -102,23 +96,21 @@ class Restorer:
             return
         made = torch.empty(piece.entry[2], dtype=dtype)
         for target, index in piece.parts:
-            source = target.sources[index]
             weight = gguf.restored(torch.cat(list(self._chunks(target, index))), target)
-            place = made if source.expert is None else made[source.expert]
-            place = place.t() if source.flip else place
-            (place[slice(*source.rows)] if source.rows else place).copy_(cast(weight, dtype, piece.name))
+            view(made, target.sources[index]).copy_(cast(weight, dtype, piece.name))
         yield piece.name, made
 
     def release(self, piece: Piece) -> None:
-        assert isinstance(piece, Restore)
-        for target, _ in piece.parts[-1:]:
-            self._weights.release(self._tensors[target.name])
+        """Lets go of the last source of a tensor."""
+        assert isinstance(piece, RestoredTensor)
+        target, _ = piece.parts[-1]
+        self._weights.release(self._tensors[target.name])
 
     def notes(self) -> tuple[str, ...]:
         return ()
 
     def _chunks(self, target: Target, index: int) -> Iterator[Tensor]:
-        """The decoded rows of one source of a tensor (of one expert of a stack), some at a time."""
+        """Yields the decoded rows of one source of a tensor, or of one expert of a stack, some at a time."""
         tensor = self._tensors[target.name]
         shape = tensor.shape[1:] if len(tensor.shape) == 3 else tensor.shape
         columns = shape[-1]
@@ -132,16 +124,16 @@ class Restorer:
             yield decoded if len(shape) > 1 else decoded[0]
 
 
-def originals(file: GGUFFile, dtype: str) -> tuple[Restore, ...]:
-    """The checkpoint's tensors, each with all that it is made of; dtype is bf16, f16 or f32."""
+def originals(file: GGUFFile, dtype: str) -> tuple[RestoredTensor, ...]:
+    """Returns the checkpoint's tensors, each with the parts it is made of; dtype is bf16, f16 or f32."""
     parts: dict[str, list[tuple[Target, int]]] = {}
     for _, target in file.pairs:
         for index, source in enumerate(target.sources):
             parts.setdefault(source.name, []).append((target, index))
-    return tuple(Restore(name, tuple(made), _entry(name, made, dtype)) for name, made in parts.items())
+    return tuple(RestoredTensor(name, tuple(made), _entry(name, made, dtype)) for name, made in parts.items())
 
 
-def _divide(file: GGUFFile, dtype: str) -> TensorPlan:
+def _plan(file: GGUFFile, dtype: str) -> TensorPlan:
     fates = {
         tensor.name: "decoded" if target.sources else "dropped: config.json has it" for tensor, target in file.pairs
     }
@@ -149,7 +141,7 @@ def _divide(file: GGUFFile, dtype: str) -> TensorPlan:
 
 
 def _entry(name: str, parts: list[tuple[Target, int]], dtype: str) -> Entry:
-    """The shape of a checkpoint's tensor, from what is put into it."""
+    """Returns the entry of a checkpoint's tensor, whose shape follows from its parts."""
     target = parts[0][0]
     shape = target.shape[1:] if len(target.shape) == 3 else target.shape
     sources = [target.sources[index] for target, index in parts]
@@ -163,7 +155,7 @@ def _entry(name: str, parts: list[tuple[Target, int]], dtype: str) -> Entry:
 
 
 def _values(checkpoint: Checkpoint, name: str) -> tuple[float, ...]:
-    """The values of a small float32 tensor."""
+    """Reads the values of a small float32 tensor."""
     from numpy import frombuffer
 
     tensor = next(tensor for tensor in checkpoint.tensors if tensor.name == name)

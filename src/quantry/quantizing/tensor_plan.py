@@ -1,17 +1,17 @@
 """What becomes of every tensor of a checkpoint, decided from headers before any weight is read.
 
-A *piece* is what is read, worked on and written together: a tensor that is kept, or the linears that an engine fuses.
-Each piece knows the stored tensors it will give (names, dtypes, shapes), so that sizes are exact and shards can be
-planned; and every source tensor has a *fate*: quantized, kept, cast, tied or dropped, with the reason.
+A *piece* is what is read, computed and written together: a tensor that is kept, or the linears that an engine fuses.
+Each piece knows the tensors it will store (names, dtypes, shapes), so sizes are exact and shards can be planned. Every
+source tensor has a *fate*: quantized, kept, cast, tied or dropped, with the reason.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from types import ModuleType
 
 from quantry.errors import QuantryError, RecipeError, WeightError
+from quantry.formats.contract import CacheFormat, Format, load_format
 from quantry.llamacpp.tensor_map import Target
 from quantry.models.attention import text_config
 from quantry.models.linears import FLOATS, Linear, linears
@@ -26,11 +26,11 @@ GROUPS = (128, 64, 32, 16, 8)
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
-    """A tensor (or a linear cut out of a stack of experts) that is written as it is, or cast to another float."""
+class KeptTensor:
+    """A tensor, or a linear cut out of a stack of experts, that is stored unchanged or cast to another float."""
 
     name: str
-    source: str
+    source: str  # the checkpoint's tensor
     entry: Entry
     linear: Linear | None = None
 
@@ -40,8 +40,8 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
-class Quantize:
-    """Linears that an engine fuses: one preset, one grid, and one scale with all `sharers` where it spans tensors."""
+class FusedLayers:
+    """Linears that an engine fuses: one preset, one grid, and one scale with all `sharers` if it spans tensors."""
 
     name: str
     linears: tuple[Linear, ...]
@@ -51,22 +51,26 @@ class Quantize:
     entries: tuple[Entry, ...]
 
     @property
+    def source(self) -> str:
+        return self.linears[0].source
+
+    @property
     def scheme(self) -> Scheme:
         return Scheme(self.grid, self.preset.scheme.activation)
 
 
 @dataclass(frozen=True, slots=True)
-class Recode:
-    """A layer that is quantized already and is written in another way; no scheme means in 16 bit."""
+class CacheScales:
+    """The scales of what an attention module puts into the KV cache."""
 
     name: str  # of the module
-    scheme: Scheme | None
-    preset: Preset | None  # set when the layer is rounded anew onto another grid
+    source: str  # a tensor of the module
+    grid: Grid
     entries: tuple[Entry, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Assemble:
+class GgufTensor:
     """A tensor of a GGUF file, made of source tensors and stored as a ggml type."""
 
     target: Target
@@ -77,34 +81,48 @@ class Assemble:
         return self.target.name
 
     @property
+    def source(self) -> str | None:
+        return self.target.sources[0].name if self.target.sources else None
+
+    @property
     def entries(self) -> tuple[Entry, ...]:
         return ((self.target.name, self.kind, self.target.shape),)
 
 
 @dataclass(frozen=True, slots=True)
-class Restore:
-    """A tensor of an ordinary checkpoint, made of the tensors of a GGUF file: (target, which of its sources)."""
+class ConvertedLayer:
+    """A layer that is already quantized and changes its format; without a scheme it becomes 16 bit."""
+
+    name: str  # of the module
+    scheme: Scheme | None
+    preset: Preset | None  # set if the layer is rounded again onto another grid
+    entries: tuple[Entry, ...]
+    source: None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredTensor:
+    """A tensor of an ordinary checkpoint, made of parts of a GGUF file: (target, which of its sources)."""
 
     name: str
     parts: tuple[tuple[Target, int], ...]
     entry: Entry
+    source: None = None
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         return (self.entry,)
 
 
+Piece = KeptTensor | FusedLayers | CacheScales | GgufTensor | ConvertedLayer | RestoredTensor
+
+
 @dataclass(frozen=True, slots=True)
-class CacheScales:
-    """The scales of what an attention module puts into the KV cache."""
+class BlockPieces:
+    """Pieces that follow each other and belong to one decoder block; `index` is None outside of blocks."""
 
-    name: str  # of the module
-    source: str  # a tensor of it
-    grid: Grid
-    entries: tuple[Entry, ...]
-
-
-Piece = Keep | Quantize | Recode | Assemble | Restore | CacheScales
+    index: int | None
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,45 +134,70 @@ class TensorPlan:
     fates: Mapping[str, str]
     assignment: Mapping[str, Scheme]  # quantized module -> scheme
     kept: tuple[str, ...]  # linear modules left in 16 bit, the head among them
+    block_count: int = 0  # decoder blocks of the model
 
     @property
     def bytes(self) -> int:
-        return sum(nbytes(dtype, shape) for piece in self.pieces for _, dtype, shape in piece.entries)
+        return sum(entry_bytes(piece.entries) for piece in self.pieces)
+
+    def blocks(self) -> list[BlockPieces]:
+        """Groups consecutive pieces of one decoder block."""
+        return [BlockPieces(index, tuple(pieces)) for index, pieces in groupby(self.pieces, key=self.block_of)]
+
+    def block_of(self, piece: Piece) -> int | None:
+        """Returns the decoder block that a piece belongs to."""
+        return None if piece.source is None else decoder_block(piece.source, self.block_count)
+
+    def gguf_tensors(self) -> Iterator[GgufTensor]:
+        """Iterates over the tensors of a GGUF file."""
+        return (piece for piece in self.pieces if isinstance(piece, GgufTensor))
 
 
-def divide(checkpoint: Checkpoint, recipe: Recipe, blocks: int, form: ModuleType | None, keep_odd: bool) -> TensorPlan:
-    """Decides for each tensor of the checkpoint; `form` is the format's module, None for 16-bit presets."""
+def entry_bytes(entries: Sequence[Entry]) -> int:
+    """Returns the bytes of stored tensors."""
+    return sum(nbytes(dtype, shape) for _, dtype, shape in entries)
+
+
+def plan_folder(checkpoint: Checkpoint, recipe: Recipe, blocks: int, keep_odd: bool = False) -> TensorPlan:
+    """Decides for each tensor of the checkpoint what a Hugging Face folder will hold of it.
+
+    Layers whose shape does not suit their grid are left in 16 bit with `keep_odd`; otherwise they raise WeightError.
+    """
+    codec = None if recipe.format == CAST else load_format(recipe.format)
     source_dtype = main_dtype(checkpoint)
-    dtype = _target_dtype(recipe, form, source_dtype)
-    found = linears(checkpoint, blocks) if form else ()
-    chosen = _choose(found, recipe, form, dtype, keep_odd)
+    dtype = codec.model_dtype(DTYPE_NAMES[source_dtype]) if codec else recipe.preset.scheme.weight.kind
+    layers = linears(checkpoint, blocks) if codec else ()
+    fused = _fused_layers(layers, recipe, codec, dtype, keep_odd) if codec else {}
     by_source: dict[str, list[Linear]] = {}
-    for linear in found:
+    for linear in layers:
         by_source.setdefault(linear.source, []).append(linear)
     pieces: list[Piece] = []
     fates: dict[str, str] = {}
-    done: set[str] = set()
+    placed: set[str] = set()
     for tensor in checkpoint.tensors:
-        mine = by_source.get(tensor.name, [])
-        if any(linear.fused in chosen for linear in mine):
-            fates[tensor.name] = "quantized"
-            for linear in mine:
-                if linear.fused not in chosen:
-                    pieces.append(_keep_linear(linear, tensor, source_dtype, dtype))
-                elif linear.fused not in done:
-                    done.add(linear.fused)
-                    pieces.append(chosen[linear.fused])
+        stored = STORED[dtype] if tensor.dtype == source_dtype else tensor.dtype
+        inside = by_source.get(tensor.name, [])
+        if not any(linear.fused in fused for linear in inside):
+            fates[tensor.name], kept = _keep(tensor, checkpoint, blocks, stored)
+            pieces += kept
             continue
-        fates[tensor.name], piece = _keep(tensor, checkpoint, blocks, source_dtype, dtype)
-        pieces += [piece] if piece else []
-    if recipe.cache and form:
-        pieces += _cache_scales(checkpoint, found, form, replace(recipe.cache, scale=dtype))  # type: ignore[arg-type]
-    quantized = {linear.module: piece.scheme for piece in chosen.values() for linear in piece.linears}
-    return TensorPlan(dtype, tuple(pieces), fates, quantized, _kept_modules(checkpoint, found, quantized))
+        fates[tensor.name] = "quantized"
+        for linear in inside:
+            if linear.fused not in fused:
+                name = f"{linear.module}.weight"
+                pieces.append(KeptTensor(name, linear.source, (name, stored, linear.shape), linear))
+            elif linear.fused not in placed:
+                placed.add(linear.fused)
+                pieces.append(fused[linear.fused])
+    if recipe.cache and codec and codec.CACHE_SCALES:
+        grid = replace(recipe.cache, scale=dtype)  # type: ignore[arg-type]
+        pieces += _cache_scales(checkpoint, layers, codec.CACHE_SCALES, grid)
+    assignment = {linear.module: piece.scheme for piece in fused.values() for linear in piece.linears}
+    return TensorPlan(dtype, tuple(pieces), fates, assignment, _kept_modules(checkpoint, layers, assignment), blocks)
 
 
 def main_dtype(checkpoint: Checkpoint) -> str:
-    """The dtype of most of a checkpoint's float weights."""
+    """Returns the dtype of most float weights of a checkpoint. Raises WeightError if it has none."""
     sizes: Counter[str] = Counter()
     for tensor in checkpoint.tensors:
         if tensor.dtype in FLOATS:
@@ -164,81 +207,81 @@ def main_dtype(checkpoint: Checkpoint) -> str:
     return sizes.most_common(1)[0][0]
 
 
-def _target_dtype(recipe: Recipe, form: ModuleType | None, source: str) -> str:
-    if recipe.format == CAST:
-        return recipe.preset.scheme.weight.kind
-    assert form is not None
-    return str(form.model_dtype(DTYPE_NAMES[source]))
-
-
-def _choose(
-    found: Sequence[Linear], recipe: Recipe, form: ModuleType | None, dtype: str, keep_odd: bool
-) -> dict[str, Quantize]:
-    """The pieces to quantize, by the name that fused linears share."""
-    chosen: dict[str, Quantize] = {}
-    for name, members in groupby(sorted(found, key=lambda linear: linear.fused), key=lambda linear: linear.fused):
+def _fused_layers(
+    layers: Sequence[Linear], recipe: Recipe, codec: Format, dtype: str, keep_odd: bool
+) -> dict[str, FusedLayers]:
+    """Returns the pieces to quantize, by the name that fused linears share."""
+    pieces: dict[str, FusedLayers] = {}
+    for name, members in groupby(sorted(layers, key=lambda linear: linear.fused), key=lambda linear: linear.fused):
         group = tuple(members)
-        presets = {recipe.preset_for(linear.module) for linear in group}
-        if len(presets) > 1:
-            raise RecipeError(
-                f"{' and '.join(linear.module for linear in group)} are fused by engines but get different presets",
-                fix="match all of them with one rule",
-            )
-        preset = presets.pop()
-        if preset is None or form is None:
+        preset = _shared_preset(group, recipe)
+        if preset is None:
             continue
-        grid = form.stored_grid(preset.scheme.weight, dtype)
-        static = [preset.scheme.static] if preset.scheme.static else []
+        grid = codec.stored_grid(preset.scheme.weight, dtype)  # type: ignore[arg-type]
         try:
             for linear in group:
-                _check_shape(linear, grid, found)
-            entries = [
-                (stored, *kind)
+                _check_shape(linear, grid, layers)
+            entries = tuple(
+                (stored, *entry)
                 for linear in group
-                for stored, kind in form.layout(linear.module, linear.shape, grid, *static).items()
-            ]
+                for stored, entry in codec.layout(linear.module, linear.shape, grid, preset.scheme.static).items()
+            )
         except QuantryError:
             if not keep_odd:
                 raise
             continue
-        chosen[name] = Quantize(name, group, group, preset, grid, tuple(entries))
-    together: dict[tuple[str, Grid], list[Linear]] = {}
-    for piece in chosen.values():
-        together.setdefault((piece.linears[0].shared, piece.grid), []).extend(piece.linears)
+        pieces[name] = FusedLayers(name, group, group, preset, grid, entries)
+    sharing: dict[tuple[str, Grid], list[Linear]] = {}
+    for piece in pieces.values():
+        sharing.setdefault((piece.linears[0].shared, piece.grid), []).extend(piece.linears)
     return {
-        name: replace(piece, sharers=tuple(together[piece.linears[0].shared, piece.grid]))
-        for name, piece in chosen.items()
+        name: replace(piece, sharers=tuple(sharing[piece.linears[0].shared, piece.grid]))
+        for name, piece in pieces.items()
     }
 
 
-def _cache_scales(checkpoint: Checkpoint, found: Sequence[Linear], form: ModuleType, grid: Grid) -> list[CacheScales]:
-    """The scales of each attention module that keeps keys and values."""
-    heads = text_config(checkpoint.config).get("num_key_value_heads")
-    heads = text_config(checkpoint.config).get("num_attention_heads") if heads is None else heads
-    modules = form.cache_modules(linear.module for linear in found)
+def _shared_preset(group: Sequence[Linear], recipe: Recipe) -> Preset | None:
+    """Returns the preset of linears that engines fuse. Raises RecipeError if they get different ones."""
+    presets = {recipe.preset_for(linear.module) for linear in group}
+    if len(presets) > 1:
+        raise RecipeError(
+            f"{' and '.join(linear.module for linear in group)} are fused by engines but get different presets",
+            fix="match all of them with one rule",
+        )
+    return presets.pop()
+
+
+def _cache_scales(
+    checkpoint: Checkpoint, layers: Sequence[Linear], cache: CacheFormat, grid: Grid
+) -> list[CacheScales]:
+    """Returns the scales of each attention module that keeps keys and values."""
+    text = text_config(checkpoint.config)
+    heads = text.get("num_key_value_heads")
+    heads = text.get("num_attention_heads") if heads is None else heads
+    modules = cache.modules(linear.module for linear in layers)
     if not modules or type(heads) is not int:
         raise RecipeError(
             f"{checkpoint.source} keeps no keys and values by head, so engines read no scales for its cache",
             fix="leave --kv out",
         )
-    sources = {linear.module.rpartition(".")[0]: linear.source for linear in found}
+    sources = {linear.module.rpartition(".")[0]: linear.source for linear in layers}
     return [
         CacheScales(
             module,
             sources[module],
             grid,
-            tuple((name, *kind) for name, kind in form.cache_layout(module, heads, grid).items()),
+            tuple((name, *entry) for name, entry in cache.layout(module, heads, grid).items()),
         )
         for module in modules
     ]
 
 
-def _check_shape(linear: Linear, grid: Grid, found: Sequence[Linear]) -> None:
-    """Blocks must divide the weight; where they do not, the group that would is offered."""
+def _check_shape(linear: Linear, grid: Grid, layers: Sequence[Linear]) -> None:
+    """Raises WeightError if blocks do not divide the weight, and offers a group that does."""
     rows, columns = grid.block
     if grid.kind in ("nf4", "fp4") or (linear.shape[1] % (columns or 1) == 0 and linear.shape[0] % (rows or 1) == 0):
         return
-    fitting = [group for group in GROUPS if all(one.shape[1] % group == 0 for one in found)]
+    fitting = [group for group in GROUPS if all(layer.shape[1] % group == 0 for layer in layers)]
     offer = f"use --group {fitting[0]}, or " if rows == 1 and grid.kind == "int" and fitting else ""
     raise WeightError(
         f"{linear.module}.weight ({linear.shape[0]} x {linear.shape[1]}) is not divided by {rows} x {columns} blocks",
@@ -246,30 +289,21 @@ def _check_shape(linear: Linear, grid: Grid, found: Sequence[Linear]) -> None:
     )
 
 
-def _keep(
-    tensor: TensorInfo, checkpoint: Checkpoint, blocks: int, source_dtype: str, dtype: str
-) -> tuple[str, Keep | None]:
-    """The fate of a tensor that is not quantized."""
+def _keep(tensor: TensorInfo, checkpoint: Checkpoint, blocks: int, stored: str) -> tuple[str, list[KeptTensor]]:
+    """Returns the fate of a tensor that is not quantized, and its piece if it is stored."""
     part = part_of(tensor.name, blocks)
     if part == "buffers" and tensor.name.endswith("inv_freq"):
-        return "dropped: engines compute it from the config", None
+        return "dropped: engines compute it from the config", []
     if part == "head" and checkpoint.config.get("tie_word_embeddings"):
-        return "tied: the embedding serves as the head", None
-    stored = STORED[dtype] if tensor.dtype == source_dtype else tensor.dtype
+        return "tied: the embedding serves as the head", []
     fate = "kept" if stored == tensor.dtype else f"cast: {tensor.dtype} to {stored}"
-    return fate, Keep(tensor.name, tensor.name, (tensor.name, stored, tensor.shape))
+    return fate, [KeptTensor(tensor.name, tensor.name, (tensor.name, stored, tensor.shape))]
 
 
-def _keep_linear(linear: Linear, tensor: TensorInfo, source_dtype: str, dtype: str) -> Keep:
-    stored = STORED[dtype] if tensor.dtype == source_dtype else tensor.dtype
-    name = f"{linear.module}.weight"
-    return Keep(name, linear.source, (name, stored, linear.shape), linear)
-
-
-def _kept_modules(checkpoint: Checkpoint, found: Sequence[Linear], quantized: Mapping[str, Scheme]) -> tuple[str, ...]:
-    """Modules with a matrix weight that stays in 16 bit. A tied head is a module too, though it has no tensor."""
-    modules = [linear.module for linear in found if linear.module not in quantized]
-    sources = {linear.source for linear in found}
+def _kept_modules(checkpoint: Checkpoint, layers: Sequence[Linear], quantized: Mapping[str, Scheme]) -> tuple[str, ...]:
+    """Lists modules with a matrix weight that stays in 16 bit; a tied head is a module too, without a tensor."""
+    modules = [linear.module for linear in layers if linear.module not in quantized]
+    sources = {linear.source for linear in layers}
     modules += [
         tensor.name.removesuffix(".weight")
         for tensor in checkpoint.tensors
@@ -278,34 +312,25 @@ def _kept_modules(checkpoint: Checkpoint, found: Sequence[Linear], quantized: Ma
     return tuple(dict.fromkeys([*(name for name in modules if "embed" not in name), "lm_head"]))
 
 
-def by_block(division: TensorPlan, blocks: int) -> TensorPlan:
-    """The pieces block after block, between those that the checkpoint has before and after all blocks."""
-    places = [block_of(piece, blocks) for piece in division.pieces]
+def by_block(plan: TensorPlan) -> TensorPlan:
+    """Orders the pieces by block, between those that the checkpoint has before and after all blocks."""
+    places = [plan.block_of(piece) for piece in plan.pieces]
     first = next((number for number, place in enumerate(places) if place is not None), 0)
 
     def key(number: int) -> int:
         place = places[number]
-        return (-1 if number < first else blocks) if place is None else place
+        return (-1 if number < first else plan.block_count) if place is None else place
 
     ordered = sorted(range(len(places)), key=key)
-    return replace(division, pieces=tuple(division.pieces[number] for number in ordered))
-
-
-def block_of(piece: Piece, blocks: int) -> int | None:
-    """The block that a piece of a quantized model belongs to."""
-    if isinstance(piece, Keep | CacheScales):
-        return decoder_block(piece.source, blocks)
-    if isinstance(piece, Assemble):
-        return decoder_block(piece.target.sources[0].name, blocks) if piece.target.sources else None
-    return decoder_block(piece.linears[0].source, blocks) if isinstance(piece, Quantize) else None
+    return replace(plan, pieces=tuple(plan.pieces[number] for number in ordered))
 
 
 def shards(pieces: Sequence[Piece], limit: int) -> list[list[Piece]]:
-    """Pieces in order, cut where a shard would grow over `limit` bytes."""
+    """Cuts the pieces, in order, where a shard would grow over `limit` bytes."""
     cut: list[list[Piece]] = [[]]
     size = 0
     for piece in pieces:
-        more = sum(nbytes(dtype, shape) for _, dtype, shape in piece.entries)
+        more = entry_bytes(piece.entries)
         if cut[-1] and size + more > limit:
             cut.append([])
             size = 0

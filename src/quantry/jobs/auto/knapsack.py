@@ -1,19 +1,19 @@
-"""One option of every item, the bytes within a budget and the sum of the damages least: the multiple-choice knapsack.
+"""Solves the multiple-choice knapsack: one option for every item, bytes within a budget, the smallest sum of damages.
 
 Three ideas make it near-exact and fast.
 
-1. Relaxed, the problem is easy. The options of an item that no mixture of two others beats lie on a convex curve of
-   damage over bytes. All steps along all curves, sorted by what a byte buys, give the least damage of any budget if the
-   last step may be taken in part (a bound that no choice can beat), and a real choice if it is left out.
-2. An option whose own bound, priced at the slope where the budget ends, is not below the best choice known cannot be in
-   a better one, and is dropped. With many small items almost nothing is left.
-3. What is left, the core, is searched item by item, the largest steps first. A state is the bytes and the damage so
-   far; one that is worse in both than another is dropped, and so is one whose bound, with the items to come relaxed, is
-   not below the best choice. All states of a level are one array. Where they become too many, those of almost the same
+1. The relaxed problem is easy. The options of an item that no mixture of two others beats lie on a convex curve of
+   damage over bytes. All steps along all curves, sorted by what a byte buys, give the smallest damage of any budget if
+   the last step may be taken in part (a bound that no choice can beat), and a real choice if it is left out.
+2. An option whose own bound, priced at the slope where the budget ends, is not below the best known choice cannot be in
+   a better one and is dropped. With many small items almost nothing remains.
+3. The rest, the core, is searched item by item, the largest steps first. A state is the bytes and the damage so far;
+   states that another one beats in both are dropped, and so are states whose bound, with the remaining items relaxed,
+   is not below the best choice. All states of a level form one array. If there are too many, those with almost the same
    damage are merged into the smallest of them.
 
-Whatever is dropped leaves its bound behind, so the bound that is handed back is always true. Nothing depends on a clock
-or on chance: the same items and budget give the same choice.
+The bounds of dropped states are recorded, so the returned bound always holds. Nothing depends on a clock or on chance:
+the same items and budget give the same choice.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,14 +27,14 @@ from numpy.typing import NDArray
 Table = Sequence[tuple[int, float]]  # bytes and damage of each option of an item
 Array = NDArray[Any]
 
-TOLERANCE = 1e-4  # a choice this near to the bound, as a share, is taken for the best
-STATES = 20_000  # of a level, at most
-FEWEST = 256  # states that a level may always have
-WORK = 40_000_000  # numbers that a search may handle: about a second
+TOLERANCE = 1e-4  # relative: a choice this near to the bound counts as the best
+STATES = 20_000  # at most, per level
+FEWEST = 256  # states that every level may have
+WORK = 40_000_000  # numbers that a search may process: about a second
 
 
 def least(tables: Sequence[Table], budget: int) -> tuple[list[int], float]:
-    """The place of the option that each item gets, and a damage that no choice within the budget is below.
+    """Returns the index of each item's option, and a damage that no choice within the budget can be below.
 
     The smallest options together must be within the budget.
     """
@@ -48,7 +48,7 @@ def least(tables: Sequence[Table], budget: int) -> tuple[list[int], float]:
 
 
 def _useful(table: Table) -> list[int]:
-    """Places of the options by size, each with less damage than all smaller ones."""
+    """Returns the options by size, each with less damage than all smaller ones."""
     kept: list[int] = []
     for place in sorted(range(len(table)), key=lambda place: (*table[place], place)):
         if not kept or table[place][1] < table[kept[-1]][1]:
@@ -57,7 +57,7 @@ def _useful(table: Table) -> list[int]:
 
 
 def _searched(whole: "Problem", best: list[int]) -> tuple[list[int], float]:
-    """A better choice where the search finds one, and the bound of all."""
+    """Returns a better choice if the search finds one, and the bound of all."""
     places, floor = whole.core(whole.damage(best))
     tables = [[table[place] for place in inside] for table, inside in zip(whole.tables, places, strict=True)]
     search = Search(Problem(tables, whole.budget), whole.damage(best), floor)
@@ -69,9 +69,9 @@ def _searched(whole: "Problem", best: list[int]) -> tuple[list[int], float]:
 
 
 def _hull(table: Table) -> list[tuple[int, float]]:
-    """The places on the convex curve, each with the damage that a byte of the step to it takes away.
+    """Returns the options on the convex curve, each with the damage that a byte of the step to it removes.
 
-    Slopes are compared as they are stored: they fall strictly, so sorting by them keeps the steps of an item in order.
+    Stored slopes fall strictly, so sorting by them keeps the steps of an item in order.
     """
     kept = [(0, float("inf"))]
     for place in range(1, len(table)):
@@ -92,28 +92,28 @@ class Problem:
     def __init__(self, tables: Sequence[Table], budget: int) -> None:
         self.tables, self.budget = tables, budget
         self.smallest = sum(table[0][0] for table in tables)
-        self.worst = float(np.sum([table[0][1] for table in tables]))  # the damage of the smallest
+        self.worst = float(np.sum([table[0][1] for table in tables]))  # the damage of the smallest options
         rows = sorted(_steps(tables), key=lambda row: -row[0])  # stable: equal slopes stay in the order of items
         slopes, owners, targets, sizes, gains = zip(*rows, strict=True) if rows else ((), (), (), (), ())
         self.slope = np.array(slopes, np.float64)
         self.owner = np.array(owners, np.int64)  # the item of a step
-        self.target = np.array(targets, np.int64)  # the place it leads to
-        self.size = np.array(sizes, np.int64)  # bytes that it costs
-        self.gain = np.array(gains, np.float64)  # damage that it takes away
+        self.target = np.array(targets, np.int64)  # the option it leads to
+        self.size = np.array(sizes, np.int64)  # bytes it costs
+        self.gain = np.array(gains, np.float64)  # damage it removes
         self.curve = Curve.of(self.size, self.gain)
 
     def damage(self, places: Sequence[int]) -> float:
         return float(np.sum([table[place][1] for table, place in zip(self.tables, places, strict=True)]))
 
     def left(self, places: Sequence[int]) -> int:
-        """Bytes of the budget that a choice does not use."""
+        """Returns the bytes of the budget that a choice does not use."""
         return self.budget - sum(table[place][0] for table, place in zip(self.tables, places, strict=True))
 
     def bound(self) -> float:
         return max(0.0, self.worst - float(self.curve.gained(self.budget - self.smallest)))
 
     def greedy(self) -> list[int]:
-        """All steps that fit, in their order; an item whose step does not fit goes no further."""
+        """Takes all steps that fit, in their order; an item whose step does not fit takes no further ones."""
         places, ended = [0] * len(self.tables), [False] * len(self.tables)
         left = self.budget - self.smallest
         for owner, target, size in zip(self.owner.tolist(), self.target.tolist(), self.size.tolist(), strict=True):
@@ -124,7 +124,7 @@ class Problem:
         return places
 
     def filled(self, places: Sequence[int]) -> list[int]:
-        """A choice with what is left of the budget spent, always on the option that takes away most damage."""
+        """Spends the rest of the budget of a choice, always on the option that removes most damage."""
         counts = [len(table) for table in self.tables]
         first = np.cumsum([0, *counts[:-1]])  # where the options of an item begin, all of them in one row
         owner = np.repeat(np.arange(len(counts)), counts)
@@ -140,13 +140,13 @@ class Problem:
             now[owner[chosen]] = chosen
 
     def core(self, damage: float) -> tuple[list[list[int]], float]:
-        """The places that a choice with less than `damage` may have, and the least bound of the others."""
+        """Returns the options that a choice with less than `damage` may have, and the smallest bound of the others."""
         taken = int(self.curve.whole(self.budget - self.smallest))
         price = float(self.slope[taken]) if taken < len(self.slope) else 0.0
         limit, root, floor = damage * (1 - TOLERANCE), self.bound(), damage
         kept = []
         for table in self.tables:
-            costs = [harm + price * size for size, harm in table]
+            costs = [damage + price * size for size, damage in table]
             bounds = [root + cost - min(costs) for cost in costs]
             kept.append([place for place, bound in enumerate(bounds) if bound < limit])
             floor = min([floor, *(bound for bound in bounds if bound >= limit)])
@@ -162,7 +162,7 @@ def _steps(tables: Sequence[Table]) -> Iterable[tuple[float, int, int, int, floa
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Damage taken away over bytes spent, by steps of which each buys less than the one before."""
+    """Damage removed over bytes spent, in steps that each buy less than the one before."""
 
     spent: Array
     gain: Array
@@ -172,17 +172,17 @@ class Curve:
         return cls(np.concatenate(([0], np.cumsum(sizes))), np.concatenate(([0.0], np.cumsum(gains))))
 
     def gained(self, size: Any) -> Any:
-        """With the last step in part."""
+        """Returns the damage removed, with the last step taken in part."""
         return np.interp(size, self.spent, self.gain)
 
     def whole(self, size: Any) -> Any:
-        """The number of steps that fit one after the other."""
+        """Returns the number of steps that fit one after the other."""
         return self.spent.searchsorted(size, side="right") - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """The items still to come: their smallest size, its damage, and what more bytes take away of it."""
+    """The remaining items: their smallest size, its damage, and what more bytes remove of it."""
 
     size: int
     damage: float
@@ -191,7 +191,7 @@ class Rest:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Choices for the items so far: their bytes and damage, and the state and place that each was made of."""
+    """Choices for the items so far: bytes and damage, and the parent state and option of each."""
 
     size: Array
     damage: Array
@@ -205,7 +205,7 @@ class States:
         return States(self.size[index], self.damage[index], self.parent[index], self.place[index])
 
     def times(self, table: Table, most: int) -> "States":
-        """Each state with each option of one more item, if it has at most `most` bytes and none beats it in both."""
+        """Combines each state with each option of one more item; keeps those within `most` bytes that none beats."""
         sizes, damages = np.array([size for size, _ in table], np.int64), np.array([damage for _, damage in table])
         size, damage = (self.size[:, None] + sizes).ravel(), (self.damage[:, None] + damages).ravel()
         within = np.flatnonzero(size <= most)
@@ -216,11 +216,11 @@ class States:
 
 
 class Search:
-    """The choices of a core, item by item, but for those that cannot be better than `best`."""
+    """Searches the choices of a core, item by item, except those that cannot be better than `best`."""
 
     def __init__(self, problem: Problem, best: float, floor: float) -> None:
         self.problem, self.best, self.tables = problem, best, problem.tables
-        self.floor = floor  # the least bound of all that was dropped
+        self.floor = floor  # the smallest bound of everything dropped
         self.order = _by_largest_step(problem.tables)
         level = np.full(len(problem.tables), -1)
         level[self.order] = np.arange(len(self.order))
@@ -230,7 +230,7 @@ class Search:
         self.found: tuple[int, int, int, int] | None = None  # of the best: level, parent, place, and steps that follow
 
     def run(self) -> list[int] | None:
-        """The best choice, or None if none is better than what was known."""
+        """Returns the best choice, None if none is better than the known one."""
         work, most, none = WORK, self._most_states(), np.zeros(1, np.int64)
         states = States(none, np.zeros(1), none, none)
         for level, number in enumerate(self.order):
@@ -246,7 +246,7 @@ class Search:
         return self._choice() if self.found else None
 
     def _most_states(self) -> int:
-        """States of a level, so that all levels together stay within the work."""
+        """Returns the states per level that keep all levels together within WORK."""
         options = sum(len(self.tables[number]) for number in self.order)
         return max(FEWEST, min(STATES, WORK // (8 * max(1, options))))
 
@@ -256,7 +256,7 @@ class Search:
         return Rest(size, damage, Curve.of(self.problem.size[steps], self.problem.gain[steps]))
 
     def _note(self, level: int, states: States, rest: Rest) -> None:
-        """Keeps the best choice in mind: a state and the steps of later items that fit behind it."""
+        """Records the best choice: a state and the steps of later items that still fit."""
         if not len(states):
             return
         steps = rest.curve.whole(self.problem.budget - rest.size - states.size)
@@ -267,16 +267,16 @@ class Search:
             self.found = (level, int(states.parent[one]), int(states.place[one]), int(steps[one]))
 
     def _worth(self, states: States, rest: Rest, most: int) -> States:
-        """The states that may lead to something better, at most `most`; the bounds of all others are noted."""
+        """Returns at most `most` states that may lead to something better; records the bounds of all others."""
         bound = states.damage + rest.damage - rest.curve.gained(self.problem.budget - rest.size - states.size)
         keep = np.zeros(len(states), bool)
         alive = np.flatnonzero(bound < self.best * (1 - TOLERANCE))
-        keep[_thinned(alive, states.damage[alive], most)] = True
+        keep[thinned(alive, states.damage[alive], most)] = True
         self.floor = float(min([self.floor, *bound[~keep]]))
         return states.at(np.flatnonzero(keep))
 
     def _choice(self) -> list[int]:
-        """The places of the best choice: those of its state, found from child to parent, and the steps that follow."""
+        """Returns the best choice: that of its state, traced from child to parent, and the steps that follow."""
         assert self.found is not None
         level, parent, place, steps = self.found
         places = [0] * len(self.tables)
@@ -289,19 +289,19 @@ class Search:
 
 
 def _by_largest_step(tables: Sequence[Table]) -> list[int]:
-    """Items by their largest step, which says how far the bound can be off; those without a choice come last."""
+    """Orders items by their largest step, which limits how far the bound can be off; those without a choice last."""
     steps = [max((a[1] - b[1] for a, b in pairwise(table)), default=0.0) for table in tables]
     return sorted(range(len(tables)), key=lambda number: (-steps[number], number))
 
 
 def _sums_behind(rows: Table) -> list[tuple[int, float]]:
-    """For each row the sums of all that come after it."""
+    """Returns the sums of all later rows, for each row."""
     sums = list(accumulate(reversed(rows), lambda total, row: (total[0] + row[0], total[1] + row[1]), initial=(0, 0.0)))
     return sums[-2::-1]
 
 
-def _thinned(alive: Array, damage: Array, most: int) -> Array:
-    """Of states sorted by size, the smallest of each narrow range of damage: any end that fits the others fits it."""
+def thinned(alive: Array, damage: Array, most: int) -> Array:
+    """Keeps, of states sorted by size, the smallest in each narrow range of damage: every continuation fits it too."""
     if len(alive) <= most or most == 0:
         return alive[:most]
     low, high = float(damage.min()), float(damage.max())

@@ -8,8 +8,8 @@ from quantry.errors import RecipeError
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
-    """One grid for a tensor, or for the tensors that engines fuse."""
+class ItemOption:
+    """One grid for an item."""
 
     name: str
     bytes: int
@@ -18,24 +18,27 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What gets one of its options."""
+    """A tensor, or tensors that engines fuse, which get one of the options."""
 
     name: str
-    options: tuple[Option, ...]
+    options: tuple[ItemOption, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """An option for every item. No choice within the budget has less damage than `bound`."""
+    """An option for every item; no choice within the budget has less damage than `bound`."""
 
-    chosen: Mapping[str, Option]
+    chosen: Mapping[str, ItemOption]
     bytes: int
     damage: float
     bound: float
 
 
 def solve(items: Sequence[Item], budget: int, *, at_most: bool = False) -> Solution:
-    """The options with the least damage within `budget` bytes; `at_most` allows one that is more than all can use."""
+    """Chooses the options with the smallest damage within `budget` bytes.
+
+    Raises RecipeError for a budget that is too small, or larger than all options can use unless `at_most`.
+    """
     _check(items)
     _check_budget(items, budget, at_most)
     from quantry.jobs.auto import knapsack  # with numpy, which reading a budget does not need
@@ -65,7 +68,7 @@ def _check(items: Sequence[Item]) -> None:
 
 
 def limits(items: Sequence[Item]) -> tuple[int, int]:
-    """The fewest and the most bytes that the options allow."""
+    """Returns the fewest and the most bytes that the options allow."""
     sizes = [[option.bytes for option in item.options] for item in items]
     return sum(map(min, sizes)), sum(map(max, sizes))
 

@@ -12,7 +12,7 @@ from quantry.engines.contract.catalogue import verifying
 from quantry.errors import QuantryError, RecipeError, UnknownNameError
 from quantry.formats.gguf import NAME as GGUF
 from quantry.jobs.output_folder import OutputFolder
-from quantry.jobs.quantize import CALIBRATED
+from quantry.jobs.quantize import NOT_CALIBRATED
 from quantry.jobs.sweep.specs import ArtefactFacts, ArtefactSpec, facts_of
 from quantry.jobs.sweep.table import Sweep
 from quantry.models.anatomy import sixteen_bit
@@ -24,8 +24,7 @@ from quantry.proof import gate as gates
 from quantry.proof.sources import open_source, tokenizer
 from quantry.proof.text import load_text
 from quantry.proof.text import windows as cut
-from quantry.quantizing.calibration.per_block import SEED
-from quantry.quantizing.calibration.text import LENGTH, SAMPLES, load
+from quantry.quantizing.calibration.text import LENGTH, SAMPLES, SEED, load
 from quantry.registry import suggest
 from quantry.types import Anatomy
 
@@ -200,7 +199,7 @@ def _calibration(
     options = {name: value for name, value in arguments.items() if value is not None}
     if not any(each.calibrated for each in facts):
         if options:
-            raise RecipeError(f"--{next(iter(options))} has no use: no preset is calibrated", fix=CALIBRATED)
+            raise RecipeError(f"--{next(iter(options))} has no use: no preset is calibrated", fix=NOT_CALIBRATED)
         return None
     how = {"samples": SAMPLES, "length": LENGTH, **options, "seed": SEED, "context": anatomy.context_length}
     return load(how.pop("data", None), load_tokenizer(folder), **how).fingerprint

@@ -11,7 +11,7 @@ from quantry.errors import QuantryError, RecipeError, UnknownNameError
 from quantry.formats.gguf import NAME as GGUF
 from quantry.llamacpp import importance
 from quantry.planning.budget import parse
-from quantry.quantizing.recipe import AUTO, from_options
+from quantry.quantizing.recipe import AUTO, build
 from quantry.registry import suggest
 from quantry.types import Anatomy
 
@@ -105,16 +105,19 @@ def facts_of(spec: ArtefactSpec, anatomy: Anatomy) -> ArtefactFacts:
 
 
 def _mixture(spec: ArtefactSpec, anatomy: Anatomy) -> ArtefactFacts:
-    from quantry.jobs.auto import mixture  # only a mixture needs it
+    from quantry.jobs.auto.mixture import AutoOptions, check_options  # imports transformers
 
     options = spec.options
-    unused = {name: options.get(name) for name in ("group", "imatrix")}
-    format_ = mixture.check(options.get("budget"), options.get("format"), unused)
+    for name in ("group", "imatrix"):
+        if name in options:
+            raise RecipeError(f"{name} has no use with preset auto, which chooses for each tensor", fix="leave it out")
+    auto = AutoOptions(budget=options.get("budget"), format=options.get("format") or GGUF)
+    check_options(auto)
     parse(options["budget"], parameters=anatomy.parameters)
-    from_options(SAMPLE_PRESETS[format_], None, None, format_, None, transform=options.get("transform"))
+    build({"preset": SAMPLE_PRESETS[auto.format], "format": auto.format, "transform": options.get("transform")})
     if "gpu" in options:
         hardware(options["gpu"])
-    return ArtefactFacts(format_, calibrated=True)
+    return ArtefactFacts(auto.format, calibrated=True)
 
 
 def _uniform(spec: ArtefactSpec) -> ArtefactFacts:
@@ -124,7 +127,7 @@ def _uniform(spec: ArtefactSpec) -> ArtefactFacts:
     if "gpu" in options:
         raise RecipeError("a gpu has no use without preset auto", fix="leave it out, or use auto with a budget")
     names = ("format", "group", "rounder", "input_scales", "kv", "transform")
-    recipe = from_options(spec.preset, None, None, *(options.get(name) for name in names))
+    recipe = build({"preset": spec.preset, **{name: options.get(name) for name in names}})
     imatrix = options.get("imatrix")
     if imatrix in (None, "none"):
         return ArtefactFacts(recipe.format, recipe.calibrated)

@@ -1,1 +1,1 @@
-"""Fits: from a weight and a grid to the grid's parameters. One file is one way to choose them."""
+"""Fits: from a weight and a grid to the grid's parameters."""

@@ -1,6 +1,6 @@
-"""The range that costs least: every block's scale is shrunk to where its squared rounding error is smallest.
+"""The cheapest range: shrinks the scale of every block to where its squared rounding error is smallest.
 
-With the statistics of the inputs, an error counts as much as the mean square of the channel it is multiplied with.
+With statistics of the inputs, the error of a column is weighted by the mean square of the channel it reads.
 """
 
 import torch
@@ -10,13 +10,14 @@ from quantry.numerics.blocks import cut
 from quantry.numerics.scale_search import Cost, search
 from quantry.types import Grid, Params, Stats
 
+NEEDS_STATISTICS = False
 SMALLEST = 0.68
 STEPS = 9
-CHUNK = 1 << 20  # weights searched at a time: two buffers of 4 MiB, gone over 9 times; smaller ones cost more in calls
+CHUNK = 1 << 20  # weights searched at a time: two buffers of 4 MiB, read 9 times; smaller ones cost more in calls
 
 
 def fit(weight: Tensor, grid: Grid, whole: Tensor | None = None, stats: Stats | None = None) -> Params:
-    """Parameters for `weight`; `whole` is the largest magnitude of all weights that must share a per-tensor scale."""
+    """Returns the parameters for `weight`."""
     cost = _norm if stats is None else _weighted(stats, grid)
     return search(weight, grid, whole, torch.linspace(1.0, SMALLEST, STEPS).tolist(), cost, CHUNK)
 

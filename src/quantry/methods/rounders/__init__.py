@@ -1,1 +1,1 @@
-"""Rounders: from a weight and a grid's parameters to codes. One file is one way to choose them."""
+"""Rounders: from a weight and fitted parameters to codes."""

@@ -1,24 +1,27 @@
-"""GPTQ: codes chosen column by column, so that later columns make up for the rounding errors of earlier ones.
+"""GPTQ: chooses codes column by column, so that later columns make up for the rounding errors of earlier ones.
 
-What counts is the error of a layer's output, tr(dW G dW') with the Gram matrix G of its input. Columns that have not
-been rounded yet can take back most of what a rounded one did wrong, as far as their inputs are correlated; G plus some
-damping says by how much (Frantar et al., 2022; `numerics/feedback` has the loop).
+What counts is the error of a layer's output, tr(dW G dW') with the Gram matrix G of its input. Columns that are not
+rounded yet can absorb most of the error of a rounded one, as far as their inputs are correlated; G plus some damping
+says by how much (Frantar et al., 2022; `numerics/error_feedback` has the loop).
 
-The parameters of the grid are fitted to the whole weight before, and stay. So columns can be visited by falling power
-of their input (the "act order": what matters most is rounded while most can still be made up for), and nothing has to
-be reordered when the model runs. ggml's types keep the scales and minima that its search finds.
+The parameters of the grid are fitted to the whole weight first and stay fixed. So columns can be visited by falling
+power of their input (the "act order": what matters most is rounded while most columns can still compensate), and
+nothing has to be reordered when the model runs. ggml's types keep the scales and minima that ggml's search finds.
 
-A channel that calibration never saw has no correlations: it is rounded to nearest, and its error goes nowhere.
+A channel that calibration never saw has no correlations: its column is rounded to nearest, and its error is not passed
+on.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantry.errors import RecipeError, WeightError
-from quantry.numerics import error_feedback as feedback
-from quantry.numerics import ggml, ladders
+from quantry.methods.contract import Prepared
+from quantry.numerics import error_feedback, ggml, ladders
 from quantry.numerics.blocks import block_of
 from quantry.numerics.codebooks import nearest_e2m1
 from quantry.numerics.error_feedback import Codes, Factor, Lattice
@@ -27,88 +30,103 @@ from quantry.numerics.ggml.layout import BLOCKS, pack, unpack
 from quantry.numerics.grids import code_dtype, effective_scale
 from quantry.types import Grid, Params, QTensor, Stats
 
-DAMPING = 0.01  # of the mean of the Gram matrix's diagonal
+NEEDS_STATISTICS = True
+GRIDS = (
+    "int", "e4m3", "e5m2", "e2m1", "q8_0", "q6_k", "q5_k", "q5_0", "q5_1", "q4_k", "q4_0", "q4_1", "q3_k", "q2_k",
+    "iq4_nl", "iq4_xs",
+)  # fmt: skip
+DAMPING = 0.01  # relative to the mean of the Gram matrix's diagonal
 MOST_DAMPING = 1.0
-KINDS = ("int", *ladders.MANTISSA)
+FLAT = frozenset({"int", *ladders.MANTISSA})  # grids whose codes lie on one ladder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
-    """What all linears that share an input share: U, and what an error in each column counts when scales are fitted.
-
-    `damping` is what was used in the end, `note` says so if it is more than was asked for.
-    """
+class Factored:
+    """The factor U of the Hessian, the weight of a column's error when scales are searched, and the damping used."""
 
     factor: Factor
     importance: Tensor  # (channels,) float32
     damping: float
-    note: str | None = None
 
 
 def prepare(stats: Stats, damping: float = DAMPING, order: bool = True, dtype: torch.dtype = torch.float32) -> Prepared:
-    """Factorizes the Hessian, on the device of the Gram matrix; worth keeping for all linears that read this input.
+    """Factorizes the Hessian on the device of the Gram matrix.
 
-    With `order` columns are visited by falling power of their input. `dtype` is what codes will be computed in.
+    With `order`, columns are visited by falling power of their input. `dtype` is the arithmetic of the codes. The
+    report is the damping, if more was needed than asked for. Raises WeightError for a Gram matrix that is not finite
+    or cannot be factorized.
     """
     gram = stats.gram
     if not 0 <= damping <= MOST_DAMPING:
         raise RecipeError(f"a damping of {damping:g} is not from 0 to {MOST_DAMPING:g}", fix=f"leave it at {DAMPING:g}")
-    if not torch.isfinite(torch.stack(gram.aminmax())).all():  # NaN goes through both
+    if not torch.isfinite(torch.stack(gram.aminmax())).all():  # aminmax propagates NaN
         raise WeightError(
             "the Gram matrix of an input has NaN or infinite entries", fix="calibrate in bfloat16 or float32"
         )
     power = gram.diagonal()
     visit = torch.argsort(power, descending=True, stable=True) if order else torch.arange(len(gram), device=gram.device)
     back = torch.argsort(visit)
-    lower, used = _factorize(gram, visit.flip(0), damping)
-    diagonal = lower.diagonal().double().flip(0)
-    lower = lower.to(dtype)  # before it is copied once more
-    upper = lower.flip((0, 1))
-    raised = f"the Gram matrix of an input needed a damping of {used:g} instead of {damping:g}"
+    inverse, used = _factorize(gram, visit.flip(0), damping)
+    diagonal = inverse.diagonal().double().flip(0)
+    lower = inverse.to(dtype)
+    del inverse  # it may be 0.8 GB, and `flip` copies once more
     importance = (power.double().clamp(min=0) / diagonal[back].square()).sqrt().float()
-    return Prepared(Factor(upper, visit, back), importance, used, None if used == damping else raised)
+    factored = Factored(Factor(lower.flip((0, 1)), visit, back), importance, used)
+    return Prepared(factored, None if used == damping else used)
 
 
-def round_weight(weight: Tensor, grid: Grid, params: Params, stats: Stats | Prepared | None = None) -> QTensor:
-    """Codes of a weight (rows, columns) for parameters that are fitted; `stats` may have been prepared before."""
-    if grid.kind not in KINDS:
+def round_weight(weight: Tensor, grid: Grid, params: Params, prepared: Prepared | None = None) -> QTensor:
+    """Returns the codes of a weight (rows, columns) for fitted parameters. Raises RecipeError without statistics."""
+    if grid.kind not in FLAT:
         raise RecipeError(f"gptq cannot round onto {grid.kind}", fix="choose the rounder nearest")
-    prepared = _prepared(stats, weight)
-    codes = Codes(code_dtype(grid), (lambda levels: nearest_e2m1(levels.float())) if grid.kind == "e2m1" else _same)
-    return QTensor(grid, feedback.choose(weight, _lattice(grid, params, weight), prepared.factor, codes), params)
+    factor = _factored(prepared, weight).factor
+    encode = (lambda levels: nearest_e2m1(levels.float())) if grid.kind == "e2m1" else _same
+    codes = error_feedback.choose(weight, _lattice(grid, params, weight), factor, Codes(code_dtype(grid), encode))
+    return QTensor(grid, codes, params)
 
 
-def round_blocks(weight: Tensor, kind: str, stats: Stats | Prepared | None = None) -> Tensor:
-    """Weights (rows, columns) in one of ggml's types: uint8 (rows, bytes of a row)."""
-    prepared = _prepared(stats, weight)
-    data = ggml.quantize(weight, kind, prepared.importance)
+def round_blocks(weight: Tensor, kind: str, prepared: Prepared | None) -> Tensor:
+    """Returns a weight (rows, columns) in a ggml block type, uint8 (rows, bytes of a row)."""
+    factored = _factored(prepared, weight)
+    data = ggml.quantize(weight, kind, factored.importance)
     if kind not in BLOCKS:
         return data
     fields = unpack(kind, data.view(-1, BLOCKS[kind].bytes))
     lattice = blocks.lattice(kind, fields, weight.shape[1])
-    codes = feedback.choose(weight, lattice, prepared.factor, blocks.codes(kind))
+    codes = error_feedback.choose(weight, lattice, factored.factor, blocks.codes(kind))
     return pack(kind, replace(fields, codes=codes.view(-1, BLOCKS[kind].size))).view(data.shape)
 
 
-def _prepared(stats: Stats | Prepared | None, weight: Tensor) -> Prepared:
-    if stats is None:
+def notes(reports: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns a sentence on the inputs whose Hessian needed more damping; reports are the dampings."""
+    if not reports:
+        return ()
+    worst = max(sorted(reports), key=lambda name: reports[name])
+    return (
+        f"GPTQ needed more damping than usual for {len(reports)} inputs, "
+        f"the most {reports[worst]:g} for that of {worst}.",
+    )
+
+
+def _factored(prepared: Prepared | None, weight: Tensor) -> Factored:
+    if prepared is None:
         raise RecipeError("gptq needs statistics of the inputs", fix="calibrate on data, or choose the rounder nearest")
-    prepared = stats if isinstance(stats, Prepared) else prepare(stats)
-    if prepared.importance.shape != (weight.shape[1],):
+    factored: Factored = prepared.state
+    if factored.importance.shape != (weight.shape[1],):
         raise WeightError(
-            f"statistics of {len(prepared.importance)} channels for a weight of {weight.shape[1]} columns",
+            f"statistics of {len(factored.importance)} channels for a weight of {weight.shape[1]} columns",
             fix="calibrate with this model",
         )
-    return prepared
+    return factored
 
 
 def _factorize(gram: Tensor, order: Tensor, damping: float) -> tuple[Tensor, float]:
-    """The inverse of the Cholesky factor of the damped Gram matrix in this order, and the damping that it took.
+    """Returns the inverse of the Cholesky factor of the damped Gram matrix in this order, and the damping used.
 
-    In the order opposite to that of the visits, its reverse is the upper triangle U with U'U the inverse of the damped
-    matrix: half the work of the three steps that are usual, and the inverse itself is never formed. It is done in
-    float64; on a GPU, where float64 may be 64 times as slow, only where float32 fails. Gram matrices are large (0.8 GB
-    at 14336 channels), so both steps work in place: beside the one that is given there are two.
+    With the order opposite to that of the visits, its reverse is the upper triangle U with U'U the inverse of the
+    damped matrix: half the work of the usual three steps, and the inverse itself is never formed. Computes in float64;
+    on a GPU, where float64 may be 64 times slower, only if float32 fails. Gram matrices are large (0.8 GB at 14336
+    channels), so both steps work in place: there are two copies beside the original.
     """
     mean = float(gram.diagonal()[order.flip(0)].double().mean())
     while True:
@@ -127,8 +145,8 @@ def _factorize(gram: Tensor, order: Tensor, damping: float) -> tuple[Tensor, flo
 
 
 def _cholesky(gram: Tensor, order: Tensor, dtype: torch.dtype, added: float) -> Tensor | None:
-    """The Cholesky factor of the matrix in this order with something added to its diagonal; none if there is none."""
-    # column by column, as LAPACK has matrices, and gathered without a copy of only the rows
+    """Returns the Cholesky factor of the reordered matrix with `added` on its diagonal, None if it has none."""
+    # column-major, as LAPACK wants it, and gathered in one copy
     damped = gram[order[None, :], order[:, None]].to(dtype).mT
     damped.diagonal().add_(added)
     failed = torch.empty((), dtype=torch.int32, device=gram.device)
@@ -137,7 +155,7 @@ def _cholesky(gram: Tensor, order: Tensor, dtype: torch.dtype, added: float) -> 
 
 
 def _lattice(grid: Grid, params: Params, weight: Tensor) -> Lattice:
-    """Where the values of a weight lie, given the parameters of its grid."""
+    """Returns the values that each weight may take, given the parameters of its grid."""
     rows, columns = weight.shape
     tall, wide = block_of(grid, (rows, columns))
 
@@ -150,5 +168,4 @@ def _lattice(grid: Grid, params: Params, weight: Tensor) -> Lattice:
 
 
 def _same(levels: Tensor) -> Tensor:
-    """Levels that become codes when they are copied."""
     return levels

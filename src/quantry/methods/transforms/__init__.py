@@ -1,1 +1,1 @@
-"""Transforms: the same function of a block in other numbers, so that less is lost when they are rounded."""
+"""Transforms: the same function of a block in other numbers, chosen so that rounding them loses less."""

@@ -1,6 +1,6 @@
 """What the weights of a model take: as they are stored, and on each device once an engine has loaded them.
 
-Sizes are those of the quantization itself: `pieces.divide` and `gguf_file.divide` say which tensors there will be.
+Sizes are those of the quantization itself: `plan_folder` and `plan_gguf` say which tensors there will be.
 Blocks that differ in nothing but their number are divided once, and so are the experts of a block. A weight that is cut
 over devices is laid out by its format like any other, in its smaller shape; so scales and zero points come out right.
 """
@@ -23,7 +23,7 @@ from quantry.models.writer import Entry, nbytes
 from quantry.planning.feasibility import INPUTS_CUT, KEYS_VALUES, UNCUT
 from quantry.quantizing import tensor_plan as pieces
 from quantry.quantizing.containers import gguf_file
-from quantry.quantizing.recipe import CAST, Recipe
+from quantry.quantizing.recipe import Recipe
 from quantry.types import Activation, Checkpoint, Grid, TensorInfo
 
 Cut = Literal["outputs", "inputs", "keys", "vocabulary", "none"]
@@ -73,8 +73,7 @@ class Stored:
         if weight.grid is None:
             return [(weight.name, weight.dtype, shape)]
         rows, columns = shape
-        given = [weight.inputs] if weight.inputs else []
-        layout = _format(self.format).layout(weight.name, (rows, columns), weight.grid, *given)
+        layout = _format(self.format).layout(weight.name, (rows, columns), weight.grid, weight.inputs)
         return [(name, *kind) for name, kind in layout.items()]
 
     def size(self, weight: Weight) -> int:
@@ -125,16 +124,15 @@ def _stored(same: Same, recipe: Recipe | None, keep_odd: bool) -> Stored:
 
 def _divided(checkpoint: Checkpoint, recipe: Recipe, blocks: int, keep_odd: bool) -> tuple[list[Weight], str]:
     if recipe.format == GGUF:
-        division = gguf_file.divide(checkpoint, recipe)
+        division = gguf_file.plan_gguf(checkpoint, recipe)
     else:
-        form = None if recipe.format == CAST else _format(recipe.format)
-        division = pieces.divide(checkpoint, recipe, blocks, form, keep_odd)
+        division = pieces.plan_folder(checkpoint, recipe, blocks, keep_odd)
     found = [weight for piece in division.pieces for weight in _weights(piece, blocks)]
     return found, division.dtype
 
 
 def _weights(piece: pieces.Piece, blocks: int) -> list[Weight]:
-    if isinstance(piece, pieces.Quantize):
+    if isinstance(piece, pieces.FusedLayers):
         return [
             Weight(linear.module, part_of(linear.source, blocks), "", linear.shape, piece.grid, piece.scheme.static)
             for linear in piece.linears

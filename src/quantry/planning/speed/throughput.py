@@ -36,7 +36,7 @@ from quantry.engines.contract.catalogue import ranked
 from quantry.errors import QuantryError
 from quantry.planning.memory.terms import CacheType, cache_type, terms
 from quantry.planning.speed.work import Kind, Part, Work, work_of
-from quantry.quantizing.recipe import Recipe, from_options
+from quantry.quantizing.recipe import Recipe, build
 from quantry.types import Checkpoint, Speed, Workload
 
 HALF = 2  # bytes of a 16-bit number
@@ -218,7 +218,7 @@ def break_even(
     Rivals that the device has no arithmetic for are left out, and so are those that the model cannot be stored in.
     """
     names = RIVALS["gguf" if recipe.format == "gguf" else ""] if rivals is None else rivals
-    others = {name: from_options(name, None, None, None, None) for name in names if name != recipe.preset.name}
+    others = {name: build({"preset": name}) for name in names if name != recipe.preset.name}
 
     def step(chosen: Recipe, sequences: int) -> float:
         return speed(checkpoint, chosen, engine, hardware, workload, sequences, tensor_parallel).step_s

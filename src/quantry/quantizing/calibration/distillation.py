@@ -1,18 +1,17 @@
-"""ZeroQuant's layer-by-layer distillation: a quantized block is trained to give what it gave in 16 bit.
+"""ZeroQuant's layer-by-layer distillation: trains a quantized block to give what it gave in 16 bit.
 
-The student is the block itself. At every step its linear weights are cast to the dtype of the checkpoint and rounded
-to their grid (the range that is there, the nearest code), and the inputs of these layers are rounded as an engine does;
-the gradient goes through both as if nothing had been rounded. So what the student computes with is exactly what the
-pipeline will store of the tensors that it leaves. Inputs and targets are those of the 16-bit model, without labels, and
-nothing of the model outside of the block is needed.
+The student is the block itself. At every step its linear weights are cast to the dtype of the checkpoint and rounded to
+their grid (full range, nearest code), and the inputs of these layers are rounded as an engine does; gradients pass
+through both as if nothing had been rounded. So the student computes with exactly what the pipeline will store. Inputs
+and targets are those of the 16-bit model, without labels, and nothing outside of the block is needed.
 
-Trained are the weights of the quantized linears alone. Norms, trained beside them at the same relative pace, changed
-the held-out error by less than 1 % (135M model, 4 and 8 bit), and tensors that are kept should stay the original's. Nor
-is a router trained: which expert a token goes to is no smooth function of it.
+Only the weights of the quantized linears are trained. Training the norms too, at the same relative rate, changed the
+held-out error by less than 1 % (135M model, 4 and 8 bit), and kept tensors should stay the original's. A router is not
+trained either: the choice of an expert is no smooth function of it.
 
-The pace is in units of a grid's own steps, so that one rate suits 4 and 8 bit: weights have to get across the border
-between two codes, and most are within a fraction of a step of one. Part of the windows is held out, and the state that
-does best on them is kept, which may be the first.
+The learning rate is in steps of a grid, so that one rate suits 4 and 8 bit: a weight has to cross the border between
+two codes, and most are within a fraction of a step of one. Part of the windows is held out, and the state with the
+smallest error on them is kept, which may be the first.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,9 +33,9 @@ from quantry.numerics.grids import decode, effective_scale, encode
 from quantry.quantizing.calibration.observe import OTHER, modules
 from quantry.types import Activation, Grid, Scheme
 
-STEPS = (16, 48)  # the fewest and the most; between them, as many as TOKENS are enough for
-TOKENS = 48 * 512  # a step of 512 takes about as long as 4.6 runs of the block: 0.2 s at 135M on two cores
-RATE = 0.01  # steps of the grid that a weight moves at first; falls to nothing along a cosine
+STEPS = (16, 48)  # the fewest and the most; between them, as many as TOKENS allow
+TOKENS = 48 * 512  # a step of 512 tokens takes about as long as 4.6 runs of the block: 0.2 s at 135M on two cores
+RATE = 0.01  # steps of the grid that a weight moves at first; falls to 0 along a cosine
 BETAS = (0.9, 0.99)  # of Adam
 HELD = 8  # one batch in so many is held out
 CHECKS = 3  # looks at the held-out batches on the way
@@ -45,9 +44,9 @@ ROWWISE = ("int", "e4m3", "e2m1")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Distilled:
-    """The tensors of a block that were trained, as the checkpoint has them; none where training has gained nothing.
+    """The trained tensors of a block, as the checkpoint stores them; none if training gained nothing.
 
-    `before` and `after` are the squared error of the block on held-out windows relative to the square of its output.
+    `before` and `after` are squared errors of the block on held-out windows relative to the square of its output.
     """
 
     tensors: dict[str, Tensor]
@@ -58,14 +57,15 @@ class Distilled:
 def distil(
     block: Block, schemes: Mapping[str, Scheme], *, steps: int | None = None, rate: float = RATE, seed: int = 0
 ) -> Distilled:
-    """Trains a block that has not advanced; `schemes` are those of its modules, with scales as they are stored.
+    """Trains a block that has not advanced; `schemes` are those of its modules, with the scale types they store.
 
-    A step is one batch of the walk: of one window at best, since the same tokens do more in more steps.
+    A step is one batch of the walk, ideally of one window: the same tokens do more in more steps. Raises RecipeError
+    for schemes that cannot be distilled, QuantryError for too few windows.
     """
-    taught, steps = _lessons(block, steps)
+    taught, steps = draw_lessons(block, steps)
     held, lessons = taught[::HELD], [lesson for index, lesson in enumerate(taught) if index % HELD]
     with _deterministic(), torch.enable_grad():
-        student = _Student(block, schemes)
+        student = Student(block, schemes)
         before = after = student.error(held)
         best: dict[str, Tensor] = {}
         for step, lesson in enumerate(_order(len(lessons), steps, seed + block.index)):
@@ -74,12 +74,12 @@ def distil(
                 error = student.error(held)
                 if error < after:
                     best, after = student.state(), error
-    return Distilled(_trained(block, best), before, after)
+    return Distilled(checkpoint_tensors(block, best), before, after)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Lesson:
-    """A batch of windows: what the block is given, and what it makes of it in 16 bit. Both lie on the CPU."""
+class Lesson:
+    """A batch of windows: the block's input and its 16-bit output, both on the CPU."""
 
     hidden: Tensor
     args: tuple[Any, ...]
@@ -87,8 +87,8 @@ class _Lesson:
     target: Tensor
 
 
-def _lessons(block: Block, steps: int | None) -> tuple[list[_Lesson], int]:
-    """The first batches of a walk, as many as are needed, and the number of steps."""
+def draw_lessons(block: Block, steps: int | None) -> tuple[list[Lesson], int]:
+    """Returns the first batches of a walk, as many as are needed, and the number of steps."""
     if block.advanced:
         raise ValueError(f"{block.name} has handed its hidden states on and cannot be distilled")
     seen: list[tuple[Any, Any]] = []
@@ -110,14 +110,14 @@ def _lessons(block: Block, steps: int | None) -> tuple[list[_Lesson], int]:
             "distillation needs more than one batch of windows, since one is held out", fix="give more --samples"
         )
     lessons = [
-        _Lesson(hidden.cpu(), tuple(args), kwargs, target)
+        Lesson(hidden.cpu(), tuple(args), kwargs, target)
         for ((hidden, *args), kwargs), target in zip(seen, targets, strict=True)
     ]
     return lessons, steps
 
 
 def _order(count: int, steps: int, seed: int) -> Iterator[int]:
-    """The lessons of all steps: every one once, then again in another order."""
+    """Yields the lesson of each step: every one once, then again in another order."""
     generator = torch.Generator().manual_seed(seed)
     rounds = [torch.randperm(count, generator=generator) for _ in range(-(-steps // count))]
     return iter(torch.cat(rounds)[:steps].tolist())
@@ -129,29 +129,29 @@ class _Weight:
 
     value: Tensor  # float32
     scheme: Scheme
-    stored: torch.dtype  # what the checkpoint keeps it in
-    dtype: torch.dtype  # what the block computes in
+    stored: torch.dtype  # of the checkpoint
+    dtype: torch.dtype  # of the block's arithmetic
 
     def rounded(self) -> Tensor:
-        """What the block computes with."""
+        """Returns what the block computes with."""
         made = _straight(self.value, lambda value: nearest(value.to(self.stored), self.scheme.weight))
         return made.to(self.dtype)
 
     def step(self) -> float:
-        """The mean step of the grid."""
+        """Returns the mean step of the grid."""
         grid = self.scheme.weight
         return float(effective_scale(grid, absmax.fit(self.value.detach().flatten(0, -2), grid)).mean())
 
 
 def nearest(weight: Tensor, grid: Grid) -> Tensor:
-    """A weight rounded to its grid and back, in float32, as a file has it; scales are those of rows, in a stack too."""
+    """Rounds a weight to its grid and decodes it, in float32; scales are by row, in a stack too."""
     matrix = weight.flatten(0, -2)
     params = absmax.fit(matrix, grid)
     return decode(encode(matrix, grid, params), grid, params).view(weight.shape)
 
 
 class _Straight(torch.autograd.Function):
-    """Rounding that gradients do not see."""
+    """Rounding that gradients pass through unchanged."""
 
     @staticmethod
     def forward(_: Any, value: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
@@ -168,7 +168,7 @@ def _straight(value: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class _Inputs(TorchFunctionMode):
-    """Rounds the inputs of linear layers, which are known by where their weight lies."""
+    """Rounds the inputs of linear layers, which it knows by the address of their weight."""
 
     def __init__(self, activations: Mapping[int, Activation | None]) -> None:
         super().__init__()
@@ -193,51 +193,51 @@ class _Inputs(TorchFunctionMode):
         return self._made[key][1]
 
 
-class _Student:
+class Student:
     """The block with quantized weights and inputs."""
 
     def __init__(self, block: Block, schemes: Mapping[str, Scheme]) -> None:
         self._module, self._name, self._device = block.module, block.name, block.skeleton.device
-        self._weights = _weights(block, schemes)
-        trained = [weight for weight in self._weights.values() if weight.value.requires_grad]
+        self.weights = _weights(block, schemes)
+        trained = [weight for weight in self.weights.values() if weight.value.requires_grad]
         groups = [{"params": [weight.value], "unit": weight.step()} for weight in trained]
         self._optimizer = torch.optim.Adam(groups, betas=BETAS) if groups else None
 
-    def learn(self, lesson: _Lesson, rate: float) -> None:
-        """One step down the error on a batch."""
+    def learn(self, lesson: Lesson, rate: float) -> None:
+        """Takes one optimizer step on a batch."""
         if self._optimizer is None:
             return
         for group in self._optimizer.param_groups:
             group["lr"] = rate * group["unit"]
         self._optimizer.zero_grad()
-        wrong, power = self._wrong(self._rounded(), lesson)
+        wrong, power = self.squared_error(self.rounded(), lesson)
         torch.autograd.backward(wrong / power)
         self._optimizer.step()
 
     @torch.no_grad()
-    def error(self, lessons: Sequence[_Lesson]) -> float:
-        """The squared error of all lessons relative to the square of what should have come out."""
-        weights = self._rounded()
-        pairs = [self._wrong(weights, lesson) for lesson in lessons]
+    def error(self, lessons: Sequence[Lesson]) -> float:
+        """Returns the squared error of all lessons relative to the square of their targets."""
+        weights = self.rounded()
+        pairs = [self.squared_error(weights, lesson) for lesson in lessons]
         return sum(float(wrong) for wrong, _ in pairs) / sum(float(power) for _, power in pairs)
 
     def state(self) -> dict[str, Tensor]:
-        """The trained parameters as they are now, in the dtype of the checkpoint, by their names in the block."""
-        trained = {key: weight for key, weight in self._weights.items() if weight.value.requires_grad}
+        """Returns the trained parameters in the dtype of the checkpoint, by their names in the block."""
+        trained = {key: weight for key, weight in self.weights.items() if weight.value.requires_grad}
         return {key: weight.value.detach().to(weight.stored, copy=True) for key, weight in trained.items()}
 
-    def _rounded(self) -> dict[str, Tensor]:
-        return {key: weight.rounded() for key, weight in self._weights.items()}
+    def rounded(self) -> dict[str, Tensor]:
+        return {key: weight.rounded() for key, weight in self.weights.items()}
 
-    def _wrong(self, weights: Mapping[str, Tensor], lesson: _Lesson) -> tuple[Tensor, Tensor]:
-        """The squares of the error and of what should have come out."""
+    def squared_error(self, weights: Mapping[str, Tensor], lesson: Lesson) -> tuple[Tensor, Tensor]:
+        """Returns the squared error and the square of the target."""
         hidden, target = lesson.hidden.to(self._device), lesson.target.to(self._device).float()
         output = self._run(weights, (hidden, *lesson.args), lesson.kwargs)
         return (output.float() - target).square().sum(), target.square().sum()
 
     def _run(self, weights: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         places = {key: [one.data_ptr() for one in _matrices(weight)] for key, weight in weights.items()}
-        known = {place: self._weights[key].scheme.activation for key, found in places.items() for place in found}
+        known = {place: self.weights[key].scheme.activation for key, found in places.items() for place in found}
         with _Inputs(known) as inputs:
             given = torch.func.functional_call(self._module, dict(weights), args, kwargs)
         for key, found in places.items():
@@ -252,18 +252,18 @@ def _matrices(weight: Tensor) -> Sequence[Tensor]:
 
 
 def _weights(block: Block, schemes: Mapping[str, Scheme]) -> dict[str, _Weight]:
-    """The parameters of a block that are rounded, by their names in it; what cannot go back is rounded as it is."""
-    given, stored = _schemes(block, schemes), _stored(block)
-    found = {}
+    """Returns the rounded parameters of a block by name; those that cannot go back into the checkpoint stay fixed."""
+    given, stored = _schemes(block, schemes), trainable(block)
+    weights = {}
     for key, scheme in given.items():
         parameter = block.module.get_parameter(key)
         value = parameter.detach().to(torch.float32, copy=True).requires_grad_(key in stored)
-        found[key] = _Weight(value, scheme, stored.get(key, parameter.dtype), parameter.dtype)
-    return found
+        weights[key] = _Weight(value, scheme, stored.get(key, parameter.dtype), parameter.dtype)
+    return weights
 
 
 def _schemes(block: Block, schemes: Mapping[str, Scheme]) -> dict[str, Scheme]:
-    """The scheme of each parameter that is rounded, by its name in the block."""
+    """Returns the scheme of each rounded parameter, by its name in the block."""
     parameters = dict(block.module.named_parameters(prefix=block.name))
     found: dict[str, set[Scheme | None]] = {}
     for (stem, _), names in modules(block).items():
@@ -282,7 +282,7 @@ def _schemes(block: Block, schemes: Mapping[str, Scheme]) -> dict[str, Scheme]:
 
 
 def _check_rows(name: str, grid: Grid) -> None:
-    """Each row must have scales of its own: parts of a fused matrix are then rounded as they are apart."""
+    """Raises RecipeError unless each row has its own scales, so that a fused matrix rounds like its parts."""
     if grid.kind not in ROWWISE or grid.block[0] != 1 or grid.spans_tensor:
         raise RecipeError(
             f"{name} cannot be distilled as {grid.kind} in blocks of {list(grid.block)}, which may span its parts",
@@ -290,10 +290,10 @@ def _check_rows(name: str, grid: Grid) -> None:
         )
 
 
-def _stored(block: Block) -> dict[str, torch.dtype]:
-    """The parameters that go back into the checkpoint as they came, and the dtype that it keeps them in."""
+def trainable(block: Block) -> dict[str, torch.dtype]:
+    """Returns the parameters that go back into the checkpoint unchanged, and their dtype there."""
     parameters = dict(block.module.named_parameters())
-    back, source = _restored(block, parameters), block.skeleton.source
+    back, source = revert(block, parameters), block.skeleton.source
     found: dict[str, set[torch.dtype | None]] = {}
     for name, keys in block.sources.items():
         original = source.read(name)
@@ -307,28 +307,28 @@ def _same(back: Tensor, original: Tensor, parameter: Tensor) -> bool:
     return back.shape == original.shape and torch.equal(back, original.to(parameter.device, parameter.dtype))
 
 
-def _trained(block: Block, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Trained parameters as tensors of the checkpoint."""
+def checkpoint_tensors(block: Block, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns trained parameters as tensors of the checkpoint."""
     parameters = dict(block.module.named_parameters())
     sources = {name: {key.removeprefix(f"{block.name}.") for key in keys} for name, keys in block.sources.items()}
-    back = _restored(block, {**parameters, **state}) if state else {}
+    back = revert(block, {**parameters, **state}) if state else {}
     return {name: back[name].contiguous() for name, keys in sources.items() if keys & state.keys()}
 
 
-def _restored(block: Block, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of the checkpoint that the parameters of a block are made of."""
+def revert(block: Block, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors of the checkpoint that make up the parameters of a block."""
     named = {f"{block.name}.{key}": value.detach() for key, value in parameters.items()}
     return dict(revert_weight_conversion(block.skeleton.model, named))
 
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """The same sums in every run: a job that is resumed makes the same bytes."""
+    """Sums in the same order in every run, so that a resumed job makes the same bytes."""
     memory: Any = torch.utils.deterministic
     before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fill = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    memory.fill_uninitialized_memory = False  # a time-consuming net for those who read what they have not written
+    memory.fill_uninitialized_memory = False  # a costly safeguard for reads of unwritten memory
     try:
         yield
     finally:

@@ -1,20 +1,19 @@
-"""How much the outputs of a model's layers matter to its predictions: the diagonal of the Fisher information.
+"""Measures how much the outputs of a model's layers matter to its predictions: the diagonal Fisher information.
 
 When the weight W of a linear layer becomes W + D, the next-token probabilities move by a Kullback-Leibler divergence of
 about half of D's quadratic form in the Fisher information. With one number f for each row (the mean square of the
-gradient of log p(y) with respect to that output, y drawn from the model's own prediction and not from a text) and the
-Gram matrix G of the layer's input, that is `1/2 sum_r f_r D_r G D_r'` nats a token. Left out are correlations between
-rows, between tokens, and between the size of a gradient and of an input.
+gradient of log p(y) with respect to that output, with y drawn from the model's own prediction, not from a text) and the
+Gram matrix G of the layer's input, that is `1/2 sum_r f_r D_r G D_r'` nats per token. This neglects correlations
+between rows, between tokens, and between the size of a gradient and of an input.
 
-For the head the expectation over y is exact: p (1 - p) for every row. An embedding's row is used by its own token
-alone, so it counts as often as that token occurs.
+For the head the expectation over y is exact: p (1 - p) for every row. A row of the embedding is used by its own token
+only, so it is weighted by how often that token occurs.
 
-One block's weights are in memory at a time: a walk forward that keeps what comes to each block, the head, then the
-blocks from the last to the first, each run again for the gradients of its outputs. Blocks that read what an earlier
-block has computed besides its hidden states (keys shared between layers) hand no gradient back on that way.
+The weights of one block are in memory at a time: a walk forward that keeps the hidden states before each block, the
+head, then the blocks from the last to the first, each run again for the gradients of its outputs. Blocks that read
+more of an earlier block than its hidden states (keys shared between layers) pass no gradient back that way.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -35,7 +32,7 @@ from quantry.models.linears import QUANTIZED_PARTS
 from quantry.models.parts import part_of
 from quantry.quantizing.calibration.observe import OTHER, add_gram, modules
 from quantry.quantizing.calibration.resumable_walk import MEMORY
-from quantry.quantizing.calibration.store import Store, checksum, put
+from quantry.quantizing.calibration.store import Store, load_checked, pack_checked
 from quantry.types import Progress
 
 FILE = "fisher.safetensors"
@@ -48,7 +45,7 @@ WINDOWS = 1_000_003  # seeds apart, so that no window draws what another one dra
 class Fisher:
     """Sums over the tokens that reached a layer, divided by all tokens; float32, on the CPU.
 
-    So an expert that few tokens reach counts little, and one that none has reached not at all.
+    So an expert that few tokens reach counts little, and one that none reaches not at all.
     """
 
     tokens: int
@@ -72,9 +69,9 @@ def fisher(
     scratch: Path | None = None,
     progress: Progress | None = None,
 ) -> Fisher:
-    """The Fisher information of a model on some windows, each of which is run `draws` times with other tokens drawn.
+    """Computes the Fisher information of a model on some windows, each run `draws` times with other tokens drawn.
 
-    What comes to all blocks stays in main memory up to `memory` bytes, else in files in `scratch`.
+    The hidden states before all blocks are kept in main memory up to `memory` bytes, else in files in `scratch`.
     """
     walk = Walk(source, device=device, dtype=dtype, batch=batch, memory=memory, scratch=scratch)
     runs = [window for _ in range(draws) for window in windows]
@@ -112,7 +109,7 @@ def _mean(sums: Tensor, tokens: int) -> Tensor:
 
 
 def _kept(walk: Walk, memory: int, scratch: Path | None) -> list[Tensor]:
-    """A copy of what has come to a block, for each batch."""
+    """Copies the hidden states before a block, for each batch."""
     states = [batch.hidden for batch in walk.batches]
     if walk.count * sum(state.nbytes for state in states) <= memory:
         return [state.to(CPU, copy=True) for state in states]
@@ -125,7 +122,7 @@ def _kept(walk: Walk, memory: int, scratch: Path | None) -> list[Tensor]:
 
 
 def _head(walk: Walk, seed: int) -> tuple[Tensor, Tensor]:
-    """Sums over tokens for the head's rows and its input; the last hidden states make way for their gradients."""
+    """Sums over tokens for the head's rows and its input; replaces the last hidden states by their gradients."""
     skeleton = walk.skeleton
     with skeleton.loaded(skeleton.after), torch.enable_grad():
         skeleton.model.requires_grad_(False)
@@ -142,7 +139,7 @@ def _head(walk: Walk, seed: int) -> tuple[Tensor, Tensor]:
 
 
 class _End:
-    """What is behind the last block: its logits' gradients, and sums for the head."""
+    """The head: gradients of the logits, and sums over tokens."""
 
     def __init__(self, head: nn.Module | None) -> None:
         if head is None:
@@ -156,7 +153,7 @@ class _End:
         return LinearOutputs(self._module, "", lambda name, expert, inputs, output: self._seen.append((inputs, output)))
 
     def gradient(self, logits: Tensor, hidden: Tensor, seed: int) -> Tensor:
-        """The gradient of log p(y) of all positions of a window with respect to its last hidden states."""
+        """Returns the gradient of log p(y) of all positions of a window with respect to its last hidden states."""
         if len(self._seen) != 1:
             raise QuantryError("the head is no plain linear layer", fix=OTHER)
         inputs, output = self._seen.pop()
@@ -171,7 +168,7 @@ class _End:
         return gradient
 
     def _add(self, probabilities: Tensor, slope: Tensor, inputs: Tensor) -> None:
-        """Logits may be the head's outputs scaled or bent, each on its own: `slope` is what of a step is left."""
+        """Adds one window. `slope` is the derivative of a logit by the head's output, which a model may cap."""
         if not self._rows.numel():
             self._rows = torch.zeros(probabilities.shape[-1], dtype=torch.float64, device=inputs.device)
             self._gram = torch.zeros(inputs.shape[1], inputs.shape[1], device=inputs.device)
@@ -184,21 +181,21 @@ class _End:
 
 
 def draw(probabilities: Tensor, seed: int) -> Tensor:
-    """A token for each row of (positions, vocabulary), the same on every device but for rounding."""
+    """Draws a token for each row of (positions, vocabulary), the same on every device up to rounding."""
     uniform = torch.rand(len(probabilities), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    found = []
+    tokens = []
     chances = torch.split(uniform.to(probabilities.device), DRAWN)
     for part, chance in zip(torch.split(probabilities, DRAWN), chances, strict=True):
         reached = part.double().cumsum(-1)
-        found.append(torch.searchsorted(reached, chance[:, None] * reached[:, -1:], right=True)[:, 0])
-    return torch.cat(found).clamp(max=probabilities.shape[-1] - 1)
+        tokens.append(torch.searchsorted(reached, chance[:, None] * reached[:, -1:], right=True)[:, 0])
+    return torch.cat(tokens).clamp(max=probabilities.shape[-1] - 1)
 
 
 # ---- blocks and the embedding ----
 
 
 def _block(walk: Walk, block: Block, states: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Sums of squared gradients of a block's linear outputs; gradients of what it gives become those of its input."""
+    """Sums the squared gradients of a block's linear outputs; turns its output's gradients into its input's."""
     squares = _Squares()
     block.module.requires_grad_(False)
     for batch, state in zip(walk.batches, states, strict=True):
@@ -224,7 +221,7 @@ class _Squares:
         self._seen: set[str] = set()
 
     def made(self, name: str, expert: int | None, inputs: Tensor, output: Tensor) -> None:
-        """Takes note of a layer's output, and later of the gradient that comes to it."""
+        """Records a layer's output, and later the gradient with respect to it."""
         self._seen.add(name)
         if output.requires_grad:
             output.register_hook(lambda gradient: self._add((name, expert), gradient))  # type: ignore[no-untyped-call]
@@ -235,8 +232,8 @@ class _Squares:
         self._sums[place] = self._sums[place] + sums if place in self._sums else sums
 
     def named(self, block: Block) -> dict[str, Tensor]:
-        """By module of the checkpoint; of several in one parameter (gate and up) each has an equal part of the rows."""
-        found: dict[str, Tensor] = {}
+        """Returns the sums by module; several modules in one parameter (gate and up) have equal shares of the rows."""
+        named: dict[str, Tensor] = {}
         shapes = {
             name.removesuffix(".weight"): weight.shape
             for name, weight in block.module.named_parameters(prefix=block.name)
@@ -246,12 +243,12 @@ class _Squares:
             if place[0] not in self._seen and part_of(f"{names[0]}.weight", 1 << 20) in QUANTIZED_PARTS:
                 raise QuantryError(f"the output of {names[0]} is not seen: it is no plain linear layer", fix=OTHER)
             sums = self._sums.get(place, torch.zeros(shapes[place[0]][-2], dtype=torch.float64)).to(CPU)
-            found |= dict(zip(names, sums.chunk(len(names)), strict=True))
-        return found
+            named |= dict(zip(names, sums.chunk(len(names)), strict=True))
+        return named
 
 
 def _embedding(walk: Walk) -> Tensor:
-    """Sums of the squared gradients of the embedding's rows, before anything is done with them."""
+    """Sums the squared gradients of the embedding's rows."""
     skeleton, sums = walk.skeleton, torch.zeros(0)
     with skeleton.loaded(skeleton.before), torch.enable_grad():
         skeleton.model.requires_grad_(False)
@@ -259,7 +256,7 @@ def _embedding(walk: Walk) -> Tensor:
             rows = _Rows(skeleton.model.get_input_embeddings().weight)
             with rows:
                 hidden, _ = skeleton.head_start(batch.tokens)
-            (gradient,) = torch.autograd.grad(hidden, rows.found[-1], batch.hidden.to(skeleton.device))
+            (gradient,) = torch.autograd.grad(hidden, rows.rows[-1], batch.hidden.to(skeleton.device))
             exact = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
             new = exact.reshape(-1, exact.shape[-1]).square().sum(0, dtype=torch.float64)
             sums = sums + new if sums.numel() else new
@@ -267,18 +264,18 @@ def _embedding(walk: Walk) -> Tensor:
 
 
 class _Rows(TorchFunctionMode):
-    """Catches the rows that are looked up in an embedding, so that gradients with respect to them can be had."""
+    """Intercepts the rows looked up in an embedding, to get gradients with respect to them."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self._place = weight.data_ptr()
-        self.found: list[Tensor] = []
+        self.rows: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if func is nn.functional.embedding and args[1].data_ptr() == self._place:
             output = output.detach().requires_grad_()
-            self.found.append(output)
+            self.rows.append(output)
         return output
 
 
@@ -286,13 +283,13 @@ class _Rows(TorchFunctionMode):
 
 
 def _parts(matrix: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Some rows of a matrix at a time, and the numbers that go with them."""
+    """Yields some rows of a matrix at a time, with their weights."""
     step = max(1, CHUNK // matrix.shape[1])
     return zip(torch.split(matrix, step), torch.split(rows.to(matrix.device), step), strict=True)
 
 
 def damage(error: Tensor, rows: Tensor, gram: Tensor) -> float:
-    """What an error (rows, columns) of a linear's weight costs, in nats a token."""
+    """Predicts the damage of an error (rows, columns) of a linear's weight, in nats per token."""
     total = 0.0
     for part, weight in _parts(error, rows):
         exact = part.float()
@@ -301,7 +298,7 @@ def damage(error: Tensor, rows: Tensor, gram: Tensor) -> float:
 
 
 def input_damage(weight: Tensor, rows: Tensor, gram: Tensor, noise: float) -> float:
-    """The same for rounding the input, whose channels err on their own by `noise`, a mean square of their own size."""
+    """Predicts the damage of rounding the input: channels err independently, by `noise` times their mean square."""
     total = 0.0
     for part, row in _parts(weight, rows):
         total += float(((part.float().square() @ gram.diagonal()).double() * row.double()).sum())
@@ -309,7 +306,7 @@ def input_damage(weight: Tensor, rows: Tensor, gram: Tensor, noise: float) -> fl
 
 
 def embedding_damage(error: Tensor, frequency: Tensor, channels: Tensor) -> float:
-    """The same for an embedding: `frequency` is of its rows, `channels` what is known of its output."""
+    """Predicts the damage of an error of an embedding with these frequencies of rows and Fisher information."""
     total = 0.0
     for part, often in _parts(error, frequency):
         total += float(((part.float().square() @ channels.to(error.device)).double() * often.double()).sum())
@@ -319,36 +316,33 @@ def embedding_damage(error: Tensor, frequency: Tensor, channels: Tensor) -> floa
 # ---- the store ----
 
 
-def stored(store: Store | None, key: str, compute: Callable[[], Fisher]) -> Fisher:
-    """What is in the store under this key (a fingerprint of all that it depends on), else computed and put there."""
+def load_or_compute(store: Store | None, key: str, compute: Callable[[], Fisher]) -> Fisher:
+    """Reads what the store has under a key, which must name everything it depends on; else computes and stores it."""
     if store is None:
         return compute()
     path = store.folder / key / FILE
-    found = _load(path)
-    if found is None:
-        found = compute()
-        put(store, path, _pack(found))
-    return found
+    known = _load(path)
+    if known is None:
+        known = compute()
+        store.put(path, _pack(known))
+    return known
 
 
-def _pack(found: Fisher) -> bytes:
-    parts = {"embedding": found.embedding, "frequency": found.frequency, "head": found.head, "gram": found.gram}
-    tensors = {f"output.{number}": rows for number, rows in enumerate(found.outputs.values())} | parts
-    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    facts = {"tokens": found.tokens, "modules": list(found.outputs), "checksum": checksum(tensors)}
-    return bytes(save(tensors, {"quantry": json.dumps(facts)}))
+def _pack(fisher: Fisher) -> bytes:
+    parts = {"embedding": fisher.embedding, "frequency": fisher.frequency, "head": fisher.head, "gram": fisher.gram}
+    tensors = {f"output.{number}": rows for number, rows in enumerate(fisher.outputs.values())} | parts
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return pack_checked(contiguous, {"tokens": fisher.tokens, "modules": list(fisher.outputs)})
 
 
 def _load(path: Path) -> Fisher | None:
-    """A stored file, or nothing if it is not what was written."""
+    content = load_checked(path)
+    if content is None:
+        return None
+    tensors, facts = content
     try:
-        with safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-            facts: dict[str, Any] = json.loads(file.metadata()["quantry"])
-        if facts["checksum"] != checksum(tensors):
-            return None
         outputs = {module: tensors[f"output.{number}"] for number, module in enumerate(facts["modules"])}
         rest = {name: tensors[name] for name in ("embedding", "frequency", "head", "gram")}
         return Fisher(tokens=facts["tokens"], outputs=outputs, **rest)
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError):
+    except (KeyError, TypeError):
         return None

@@ -1,14 +1,14 @@
-"""A way through the blocks of a model that can be taken up again: by a job that was killed, or in less memory.
+"""A walk through the blocks of a model that can start in the middle: after a kill, or again in less memory.
 
-A walk goes forward. A `Passage` goes to the block that is asked for and begins anew for one that it has passed; before
-it leaves a block, whoever goes along may do something to it. What comes to the last two blocks may be kept in a folder:
-two, since a job that is killed may have come to a block before all of the one before it was on the disk.
+A walk goes forward and runs every block. A `ResumableWalk` goes to the block it is asked for and starts again for one
+that it has passed. It can keep the hidden states before the last two blocks in a folder: two, since a killed job may
+have entered a block before everything of the block before was on the disk.
 """
 
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,67 +22,83 @@ from quantry.errors import ConfigError
 from quantry.models.weights import DTYPES, NAMES, as_bytes
 from quantry.types import Progress
 
-MEMORY = 8 << 30  # bytes of hidden states that stay in memory: 128 windows of 2048 tokens and 8192 channels take 4.3 GB
+MEMORY = 8 << 30  # bytes of hidden states kept in memory: 128 windows of 2048 tokens and 8192 channels take 4.3 GB
 HEADER = 4096  # bytes before the hidden states in a file
 STEP = 16 << 20
-KEPT = re.compile(r"hidden-(\d{5})\.partial")  # a workspace removes what ends in .partial when the job is done
+KEPT = re.compile(r"hidden-(\d{5})\.partial")  # a workspace removes files that end in .partial when the job is done
 
 
 @dataclass(slots=False, eq=False, kw_only=True)
-class Passage:
-    """A walk to where it is asked to go; nothing is run before."""
+class ResumableWalk:
+    """A walk to any block; nothing runs before a block is asked for. `progress` counts blocks."""
 
     source: WeightSource
     windows: Sequence[Sequence[int]]
     device: torch.device
-    leave: Callable[[Block], None]  # what is done to a block before it is left behind
     dtype: torch.dtype = torch.float32
     batch: int = 4  # windows that run together
     memory: int = MEMORY
-    scratch: Path | None = None
+    scratch: Path | None = None  # for hidden states that are too large for memory
     low_memory: bool = False  # one window at a time, hidden states in main memory
     progress: Progress | None = None
-    folder: Path | None = None  # where hidden states are kept
+    folder: Path | None = None  # where `keep` stores hidden states
 
     def __post_init__(self) -> None:
         self._walk: Walk | None = None
         self._blocks: Iterator[Block] = iter(())
-        self._at_hand: tuple[int, list[Tensor]] | None = None  # a block and what comes to it
-        self.here: Block | None = None
+        self._block: Block | None = None
+        self._saved: tuple[int, list[Tensor]] | None = None  # a block and the hidden states before it
+
+    def to(self, index: int) -> Iterator[Block]:
+        """Yields the present block and every later one up to `index`; each runs before the next is yielded.
+
+        Starts again, at the last block with kept hidden states, if the walk has passed `index`.
+        """
+        here = self._block
+        if here is None or here.index > index or (here.index == index and here.advanced):
+            self._start(index)
+        while self._block is not None:
+            yield self._block
+            if self._block is None or self._block.index == index:
+                return
+            self._next()
 
     def block(self, index: int) -> Block:
-        """The block, with all that comes to it."""
-        while True:
-            here = self.here
-            if here is None or here.index > index or (here.index == index and here.advanced):
-                self._begin(index)
-            elif here.index == index:
-                return here
-            else:
-                if not here.advanced:
-                    self.leave(here)
-                if self.here is here:  # else the way was begun anew meanwhile
-                    self._step()
-                    self._keep()
+        """Returns block `index` with the hidden states before it."""
+        *_, block = self.to(index)
+        return block
+
+    def keep(self, index: int) -> None:
+        """Stores the hidden states before block `index`, which the walk has reached, and removes all but the last."""
+        if self.folder is None or self._walk is None:
+            return
+        with suppress(OSError):  # without them a killed job starts at the first block
+            for number in _kept(self.folder) - {index - 1}:
+                _path(self.folder, number).unlink()
+            save(_path(self.folder, index), self._walk.hidden())
+
+    def last_kept(self, index: int) -> int:
+        """Returns the last block up to `index` that the walk can start at."""
+        return self._hidden_before(index)[0]
 
     def lighten(self) -> None:
-        """Goes on in less memory, with the hidden states at hand unless they are between two blocks."""
+        """Goes on in less memory; keeps the hidden states unless they are between two blocks."""
         walk = self._walk
         if walk and walk.reached is not None:
-            self._at_hand = (walk.reached, [state.cpu() for state in walk.hidden()])
+            self._saved = (walk.reached, [state.cpu() for state in walk.hidden()])
         self.end()
         self.low_memory = True
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def end(self) -> None:
-        """Lets go of the block and of all hidden states."""
-        self.here, self._walk, self._blocks = None, None, iter(())
+        """Frees the block and all hidden states."""
+        self._block, self._walk, self._blocks = None, None, iter(())
 
-    def _begin(self, index: int) -> None:
-        """Begins at the last block up to the one that is wanted for which hidden states are there."""
+    def _start(self, index: int) -> None:
         self.end()
-        start, hidden = self._start(index)
+        start, hidden = self._hidden_before(index)
+        self._saved = None
         self._walk = Walk(
             self.source,
             device=self.device,
@@ -93,43 +109,34 @@ class Passage:
             sparing=self.low_memory,
         )
         self._blocks = self._walk.blocks(self.windows, start, hidden)
-        self._step()
+        self._next()
 
-    def _start(self, index: int) -> tuple[int, list[Tensor] | None]:
-        at_hand, self._at_hand = self._at_hand, None
-        if at_hand and at_hand[0] <= index:
-            return at_hand
-        if self.folder:
-            for number in sorted((one for one in _kept(self.folder) if one <= index), reverse=True):
-                found = load(_path(self.folder, number), [len(window) for window in self.windows])
-                if found is not None:
-                    return number, found
+    def _hidden_before(self, index: int) -> tuple[int, list[Tensor] | None]:
+        """Returns the last block up to `index` with kept hidden states, and these; block 0 needs none."""
+        if self._saved and self._saved[0] <= index:
+            return self._saved
+        for number in sorted((kept for kept in _kept(self.folder) if kept <= index), reverse=True):
+            assert self.folder is not None
+            states = load(_path(self.folder, number), [len(window) for window in self.windows])
+            if states is not None:
+                return number, states
         return 0, None
 
-    def _step(self) -> None:
-        """Goes on to the next block."""
+    def _next(self) -> None:
+        """Runs the present block, if that has not happened, and loads the next."""
         assert self._walk is not None
-        self.here = None  # it goes now, and an error may come instead of the next
-        self.here = next(self._blocks, None)
-        if self.here is None:
+        self._block = None  # it is freed now, and an error may come instead of the next
+        self._block = next(self._blocks, None)
+        if self._block is None:
             raise ConfigError(f"the model ends after {self._walk.count} blocks", fix="restore config.json")
         if self.progress:
-            self.progress(self.here.index, self._walk.count, self.here.name)
-
-    def _keep(self) -> None:
-        """Keeps what has come to this block, and of the others only what came to the one before."""
-        if self.folder is None or self.here is None or self._walk is None:
-            return
-        with suppress(OSError):  # without them a job that was killed begins at the first block
-            for number in _kept(self.folder) - {self.here.index - 1}:
-                _path(self.folder, number).unlink()
-            save(_path(self.folder, self.here.index), self._walk.hidden())
+            self.progress(self._block.index, self._walk.count, self._block.name)
 
 
 def save(path: Path, states: Sequence[Tensor]) -> None:
-    """Writes the hidden states (tokens, channels) of all windows to a file that is either whole or not there.
+    """Writes the hidden states (tokens, channels) of all windows to a file that appears only when it is complete.
 
-    It is not forced onto the disk: should the machine go down, the checksum tells, and they are computed again.
+    The file is not synced: after a power failure its checksum does not match, and the states are computed again.
     """
     partial = path.with_name(f"{path.stem}.new.partial")
     checksum = 0
@@ -150,7 +157,7 @@ def save(path: Path, states: Sequence[Tensor]) -> None:
 
 
 def load(path: Path, lengths: Sequence[int]) -> list[Tensor] | None:
-    """The hidden states of windows of these lengths, mapped from a file; nothing if it is not what was written."""
+    """Maps the hidden states of windows of these lengths from a file; None if the file is damaged."""
     try:
         with path.open("rb") as file:
             facts = json.loads(file.read(HEADER))
@@ -167,9 +174,11 @@ def load(path: Path, lengths: Sequence[int]) -> list[Tensor] | None:
         return None
 
 
-def _kept(folder: Path) -> set[int]:
-    """The blocks for which hidden states are kept."""
-    return {int(found[1]) for file in folder.iterdir() if (found := KEPT.fullmatch(file.name))}
+def _kept(folder: Path | None) -> set[int]:
+    """Returns the blocks whose hidden states are kept."""
+    if folder is None:
+        return set()
+    return {int(match[1]) for file in folder.iterdir() if (match := KEPT.fullmatch(file.name))}
 
 
 def _path(folder: Path, index: int) -> Path:

@@ -1,1 +1,1 @@
-"""Containers: how stored tensors lie in files."""
+"""Containers: how stored tensors are laid out in files, and which files go beside them."""

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from quantry.models.safetensors import INDEX_FILE
-from quantry.models.writer import Entry, nbytes, safetensors_header
+from quantry.models.writer import Entry, safetensors_header
+from quantry.quantizing.tensor_plan import entry_bytes
 from quantry.storage import ARTEFACT_FILE
 
 SHARD_BYTES = 4 << 30
@@ -15,7 +16,7 @@ DTYPES = {"bf16": "bfloat16", "f16": "float16"}
 
 
 def small_files(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """What comes along from a checkpoint: tokenizer, chat template, generation config, processor, licence."""
+    """Reads what is copied from a checkpoint: tokenizer, chat template, generation config, processor, licence."""
     for pattern in COPIED:
         for file in sorted(folder.glob(pattern)):
             if file.is_file() and file.name not in ("config.json", ARTEFACT_FILE, INDEX_FILE):
@@ -23,7 +24,7 @@ def small_files(folder: Path) -> Iterator[tuple[str, bytes]]:
 
 
 class SafetensorsFolder:
-    """Shards with a config and `small` files; `settings` is config.json's quantization_config."""
+    """Shards with a config and `small` files; `settings` becomes config.json's quantization_config."""
 
     alignment = 1
     shard_bytes = SHARD_BYTES
@@ -44,18 +45,17 @@ class SafetensorsFolder:
         return safetensors_header(cut[number], {"format": "pt"})
 
     def companions(self, cut: Sequence[Sequence[Entry]]) -> Iterator[tuple[str, bytes]]:
-        """The files beside the shards."""
+        """Yields the files beside the shards."""
         yield from self._small
         if len(cut) > 1:
             yield INDEX_FILE, json.dumps(self._index(cut), indent=2).encode()
         yield "config.json", json.dumps(self._new_config(), indent=2).encode()
 
     def _index(self, cut: Sequence[Sequence[Entry]]) -> dict[str, Any]:
-        total = sum(nbytes(dtype, shape) for entries in cut for _, dtype, shape in entries)
         places = {
             name: self.shard_name(number, len(cut)) for number, entries in enumerate(cut) for name, _, _ in entries
         }
-        return {"metadata": {"total_size": total}, "weight_map": places}
+        return {"metadata": {"total_size": sum(map(entry_bytes, cut))}, "weight_map": places}
 
     def _new_config(self) -> dict[str, Any]:
         config = {key: value for key, value in self._config.items() if key != "quantization_config"}

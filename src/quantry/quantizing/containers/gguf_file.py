@@ -1,6 +1,6 @@
 """A GGUF file from a 16-bit checkpoint: which tensors of which types it will have, and its header.
 
-All of it is known from headers and small files: the type of each tensor is llama.cpp's own choice for the file type
+Headers and small files determine all of it: the type of each tensor is llama.cpp's own choice for the file type
 (llamacpp/mixture.py) unless a rule of the recipe names one, and key-values come from config and tokenizer.
 """
 
@@ -15,11 +15,12 @@ from quantry.llamacpp import mixture
 from quantry.llamacpp.families import facts
 from quantry.llamacpp.importance import Importance
 from quantry.llamacpp.tensor_map import Target, family, targets
+from quantry.models.attention import block_count
 from quantry.models.gguf import block_sizes
 from quantry.models.reader import IMPORTANCE, small_folder
 from quantry.models.writer import Entry, nbytes
 from quantry.quantizing.recipe import Recipe
-from quantry.quantizing.tensor_plan import DTYPE_NAMES, STORED, Assemble, TensorPlan, main_dtype
+from quantry.quantizing.tensor_plan import DTYPE_NAMES, STORED, GgufTensor, TensorPlan, main_dtype
 from quantry.types import Checkpoint, Grid, GridKind, Scheme
 
 ALIGNMENT = 32
@@ -28,28 +29,31 @@ FLOATS = {"F32": 32, "F16": 16, "BF16": 16}
 KeyValues = dict[str, Any]
 
 
-def divide(checkpoint: Checkpoint, recipe: Recipe) -> TensorPlan:
-    """The tensors of the file and the fate of every source tensor."""
-    found, fates = targets(checkpoint.config, checkpoint.tensors)
+def plan_gguf(checkpoint: Checkpoint, recipe: Recipe) -> TensorPlan:
+    """Decides the tensors of the file and the fate of every source tensor.
+
+    Raises RecipeError for a rule that matches nothing, CheckpointError and ConfigError as tensor_map.py does.
+    """
+    planned, fates = targets(checkpoint.config, checkpoint.tensors)
     dtype = DTYPE_NAMES[main_dtype(checkpoint)]
-    kinds = _kinds(checkpoint, recipe, found, STORED[dtype], recipe.imatrix is not None)
+    kinds = _kinds(checkpoint, recipe, planned, STORED[dtype])
     stored = {tensor.name: tensor.dtype for tensor in checkpoint.tensors}
-    for target in found:
+    for target in planned:
         for source in target.sources:
             fates[source.name] = _fate(stored[source.name], kinds[target.name], target)
     assignment = {name: _scheme(kind) for name, kind in kinds.items() if kind not in FLOATS}
-    pieces = tuple(Assemble(target, kinds[target.name]) for target in found)
-    return TensorPlan(dtype, pieces, fates, assignment, ())
+    pieces = tuple(GgufTensor(target, kinds[target.name]) for target in planned)
+    return TensorPlan(dtype, pieces, fates, assignment, (), block_count(checkpoint.config))
 
 
 def describe(
     checkpoint: Checkpoint,
     recipe: Recipe,
-    division: TensorPlan,
+    plan: TensorPlan,
     importance: Importance | None,
     computed: bytes | None = None,
 ) -> "GgufFile":
-    """The file's key-values, from config and tokenizer; an importance matrix that was `computed` lies beside it."""
+    """Writes the file's key-values from config and tokenizer; `computed` is an importance matrix to store beside it."""
     from gguf import GGUFWriter
 
     from quantry.llamacpp import metadata, vocabulary
@@ -57,32 +61,32 @@ def describe(
     assert recipe.preset.file_type is not None
     name = _name(checkpoint.source)
     writer = GGUFWriter(path=None, arch=family(checkpoint.config).architecture)
-    found = [piece.target for piece in division.pieces if isinstance(piece, Assemble)]
+    planned = [piece.target for piece in plan.gguf_tensors()]
     with small_folder(checkpoint, name) as folder:
         number = mixture.FILE_TYPES[recipe.preset.file_type].number
-        metadata.describe(writer, folder, checkpoint.config, found, name, number)
+        metadata.describe(writer, folder, checkpoint.config, planned, name, number)
         vocabulary.describe(writer, folder, checkpoint.config)
     if importance:
         _note_importance(writer, importance)
-    beside = {} if computed is None else {IMPORTANCE: computed}
+    companions = {} if computed is None else {IMPORTANCE: computed}
     label = recipe.name if recipe.budget else recipe.preset.file_type.upper()
-    return GgufFile(f"{name}-{label}", writer.kv_data[0], beside)
+    return GgufFile(f"{name}-{label}", writer.kv_data[0], companions)
 
 
 class GgufFile:
-    """The container: key-values and the table of tensors before the data, in one file or several."""
+    """The container: key-values and the table of tensors, then the data, in one file or several."""
 
     alignment = ALIGNMENT
     shard_bytes = SHARD_BYTES
 
-    def __init__(self, stem: str, key_values: KeyValues, beside: Mapping[str, bytes]) -> None:
-        self._stem, self._key_values, self._beside = stem, key_values, beside
+    def __init__(self, stem: str, key_values: KeyValues, companions: Mapping[str, bytes]) -> None:
+        self._stem, self._key_values, self._companions = stem, key_values, companions
 
     def shard_name(self, number: int, count: int) -> str:
         return f"{self._stem}.gguf" if count == 1 else f"{self._stem}-{number + 1:05d}-of-{count:05d}.gguf"
 
     def header(self, number: int, cut: Sequence[Sequence[Entry]]) -> bytes:
-        """Magic, key-values and tensor table; of several files only the first has all key-values."""
+        """Returns magic, key-values and tensor table; of several files only the first has all key-values."""
         from gguf import GGMLQuantizationType, GGUFWriter
         from numpy import dtype
 
@@ -104,22 +108,20 @@ class GgufFile:
         return data + bytes(-len(data) % ALIGNMENT)
 
     def companions(self, cut: Sequence[Sequence[Entry]]) -> Iterator[tuple[str, bytes]]:
-        """All that a model needs is in the file; an importance matrix is for those who make another."""
-        return iter(self._beside.items())
+        """Yields the importance matrix, if one was computed; the model itself needs no other file."""
+        return iter(self._companions.items())
 
 
 def _name(source: str) -> str:
-    """The model's own name: of its folder, or on the hub."""
+    """Returns the model's name: that of its folder, or on the hub."""
     path = Path(source).expanduser()
     return path.resolve().name if path.exists() else path.name.partition("@")[0]
 
 
-def _kinds(
-    checkpoint: Checkpoint, recipe: Recipe, found: Sequence[Target], plain: str, importance: bool
-) -> dict[str, str]:
-    """The type of each tensor."""
+def _kinds(checkpoint: Checkpoint, recipe: Recipe, planned: Sequence[Target], plain: str) -> dict[str, str]:
+    """Returns the ggml type of each tensor."""
     assert recipe.preset.file_type is not None
-    shapes = {target.name: target.shape for target in found}
+    shapes = {target.name: target.shape for target in planned}
     overrides = [(rule.match, rule.type or plain) for rule in recipe.rules]
     for pattern, _ in overrides:
         if not any(fnmatchcase(name, pattern) for name in shapes):
@@ -135,8 +137,8 @@ def _kinds(
         kv_heads=known["num_key_value_heads"],
         experts=known.get("num_experts") or 0,
         layers=known["num_hidden_layers"],
-        importance=importance,
-        keep={target.name for target in found if target.float32},
+        importance=recipe.imatrix is not None,
+        keep={target.name for target in planned if target.float32},
         plain=plain,
         overrides=overrides,
     )
@@ -156,6 +158,7 @@ def _scheme(kind: str) -> Scheme:
 
 
 def bits_of(kind: str) -> int:
+    """Returns the bits in the name of a ggml type: 4 of Q4_K."""
     return int(kind.lstrip("IQ")[0])
 
 

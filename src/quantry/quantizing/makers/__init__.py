@@ -1,0 +1,1 @@
+"""Makers: from pieces of a tensor plan to stored tensors."""

@@ -1,0 +1,97 @@
+"""Recipes from files: a recipe file, a plan, or the quantry.json of an artefact.
+
+A recipe file is TOML: the options of the command line, and rules for layers by name, the first match wins.
+
+    preset = "w4a16"
+    format = "compressed-tensors"
+    group = 64
+    rounder = "gptq"            # for all layers, instead of the presets' own
+    fit = "mse"                 # the same: how scales are fitted
+    transform = "awq"           # the same: applied to each block before rounding
+    input_scales = "mse"        # how static scales of inputs are found, instead of the presets' own method
+    kv = "fp8"                  # what the KV cache is served in
+
+    [[rules]]
+    match = "*.layers.0.*"      # shell pattern on the layer's name
+    preset = "w8a16"            # or: keep = true, to leave it in 16 bit
+
+In a recipe for GGUF a rule names tensors as GGUF names them, and gives a ggml type instead of a preset:
+
+    preset = "gguf-q4_k_m"
+
+    [[rules]]
+    match = "blk.*.ffn_down.weight"
+    type = "Q6_K"
+"""
+
+import json
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from quantry.errors import RecipeError
+from quantry.quantizing.recipe import Recipe, build, presets
+
+METHODS = ("fit", "rounder", "input_scales", "transform")  # fields of a preset that a recipe may change
+
+
+def read_recipe(path: Path) -> Mapping[str, Any]:
+    """Reads the settings of a recipe file. Raises RecipeError if it cannot be read."""
+    return _read(path, tomllib.loads)
+
+
+def read_plan(path: Path) -> Mapping[str, Any]:
+    """Reads the settings of a plan's first option. Raises RecipeError if it names no preset."""
+    plan = _read(path, json.loads)
+    options = plan.get("options")
+    best = options[0] if isinstance(options, list) and options else plan
+    if not isinstance(best, Mapping) or "preset" not in best:
+        raise RecipeError(f"{path} names no preset", fix="write it with quantry plan -o")
+    return {key: best[key] for key in ("preset", "format", "group") if best.get(key) is not None}
+
+
+def from_card(content: Mapping[str, Any]) -> Recipe:
+    """Returns the recipe that an artefact's quantry.json records."""
+    recorded = content["recipe"]
+    changed = _changed_methods(recorded["preset"])
+    settings = {
+        **_named(recorded["preset"]),
+        **changed,
+        "format": recorded["format"],
+        "rules": [_recorded_rule(rule) for rule in recorded["rules"]],
+        "kv": recorded.get("kv"),
+    }
+    return build(settings, recorded.get("budget"))
+
+
+def _recorded_rule(rule: Mapping[str, Any]) -> dict[str, Any]:
+    if rule["type"]:
+        return {"match": rule["match"], "type": rule["type"]}
+    return {"match": rule["match"], **(_named(rule["preset"]) if rule["preset"] else {"keep": True})}
+
+
+def _named(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a preset by name, with its group if that is not the preset's own."""
+    group = tuple(recorded["scheme"]["weight"]["block"])
+    known = presets().get(recorded["name"])
+    changed = known is not None and group != known.scheme.weight.block
+    return {"preset": recorded["name"], **({"group": group[1]} if changed else {})}
+
+
+def _changed_methods(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the methods that are not the preset's own."""
+    known = presets().get(recorded["name"])
+    return {key: recorded[key] for key in METHODS if known and key in recorded and recorded[key] != getattr(known, key)}
+
+
+def _read(path: Path, parse: Callable[[str], Any]) -> Mapping[str, Any]:
+    try:
+        content = parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError(f"cannot read {path}: {error.strerror}", fix="check the path") from error
+    except (ValueError, RecursionError) as error:
+        raise RecipeError(f"{path} cannot be parsed: {error}", fix="correct the file") from error
+    if not isinstance(content, Mapping):
+        raise RecipeError(f"{path} holds a {type(content).__name__}, not an object", fix="correct the file")
+    return content
