@@ -20,7 +20,7 @@ from measure import keep  # noqa: E402
 from quantry.errors import QuantryError  # noqa: E402
 from quantry.proof import measure as measuring  # noqa: E402
 from quantry.proof.reference import Reference, reference  # noqa: E402
-from quantry.proof.served import vllm  # noqa: E402
+from quantry.proof.served.engines import scoring_engine  # noqa: E402
 from quantry.proof.sources import open_source, tokenizer  # noqa: E402
 from quantry.proof.text import default_text, windows  # noqa: E402
 
@@ -46,7 +46,9 @@ def score(folder: Path, kept: Reference) -> dict[str, Any]:
     ids = [kept.top_k(index).ids for index in range(len(kept.windows))]
     start = time.perf_counter()
     try:
-        served = vllm.score(folder, kept.windows, ids, python=Path(sys.executable), options=OPTIONS, patience=150.0)
+        served = scoring_engine("vllm", Path(sys.executable), options=OPTIONS, patience=150.0).score(
+            folder, kept.windows, ids
+        )
     except QuantryError as error:
         return {"refused": error.problem[:400], "seconds": round(time.perf_counter() - start, 1)}
     seconds = round(time.perf_counter() - start, 1)

@@ -18,6 +18,7 @@ from tiny_files import LLAMA, SHAPES, MakeFolder
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one process per core: more threads would only compete
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.cpu_count = lambda: 1  # of llama.cpp, whose threads wait for each other in a loop
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background job; subprocesses would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 
 import quantry
+from quantry.quantizing.recipe import presets
 from shared import shared
+
+DATA_FREE = [preset.name for preset in presets().values() if not preset.calibrated]
 
 
 def quantized_demo(factory: pytest.TempPathFactory, preset: str, **options: Any) -> Path:

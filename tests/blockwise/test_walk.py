@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from plain_models import LENGTHS, loaded, logits, plain_int8, quantizing_experts, windows
 from quantry.blockwise import walk
 from quantry.blockwise.taps import LinearInputs
 from quantry.errors import CheckpointError, ConfigError, QuantryError, WeightError
@@ -21,7 +22,6 @@ from quantry.types import Activation, Grid
 from shared import TinyModel
 from tiny_models import ARCHITECTURES, SMALL, draw
 
-LENGTHS = (70, 33, 70, 5, 70, 70, 300)  # longer than Gemma's sliding window of 64 and Phi's of 256
 INT8 = Activation(Grid("int", 8))
 
 
@@ -44,21 +44,6 @@ class Held:
 def held(folder: Path) -> Held:
     source = open_source(folder)
     return Held(dict(source.config), {name: source.read(name) for name in source.names})
-
-
-def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """transformers' model of a folder, with experts one by one."""
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager").eval()
-
-
-def windows(vocabulary: int, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]
-
-
-def logits(model: Any, tokens: list[int]) -> Tensor:
-    with torch.no_grad():
-        return model(torch.tensor([tokens]), use_cache=False).logits[0].float()  # type: ignore[no-any-return]
 
 
 def assert_same_run(folder: Path, dtype: torch.dtype = torch.float32, lengths: Sequence[int] = LENGTHS) -> None:
@@ -224,27 +209,6 @@ def test_the_whole_model_gives_the_same_and_generates(moe: Path) -> None:
     assert answer[:7] == texts[1]
     assert len(answer) == 11
     assert answer[7] == int(logits(model, texts[1])[-1, : model.config.vocab_size].argmax())
-
-
-def plain_int8(inputs: Tensor) -> Tensor:
-    """Inputs rounded token by token to 8-bit integers and back."""
-    scale = inputs.abs().amax(-1, keepdim=True) / 127
-    return (inputs / scale).round() * scale
-
-
-def quantizing_experts(experts: Any) -> Any:
-    """The forward of a stack of experts with quantized inputs; sums are those of transformers, as rounding is steep."""
-
-    def forward(hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        made = torch.zeros_like(hidden)
-        for expert in range(experts.num_experts):
-            rank, token = torch.where((chosen == expert).T)
-            gate, up = (plain_int8(hidden[token]) @ experts.gate_up_proj[expert].T).chunk(2, dim=-1)
-            inner = plain_int8(torch.nn.functional.silu(gate) * up)
-            made.index_add_(0, token, inner @ experts.down_proj[expert].T * shares[token, rank, None])
-        return made
-
-    return forward
 
 
 @pytest.mark.parametrize("which", ["attention", "experts"])

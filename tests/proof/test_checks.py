@@ -10,12 +10,13 @@ import gguf
 import pytest
 
 import quantry
+from demo_artefacts import DATA_FREE, quantized_demo
+from depth import cases
 from quantry.errors import ModelNotFoundError
 from quantry.models.reader import demo_folder
 from quantry.models.workspace import JOB
 from quantry.proof.checks import Check, checks
 from quantry.quantizing.recipe import presets
-from test_tensor_errors import DATA_FREE
 from tiny_models import write_model
 
 DEMO = demo_folder()
@@ -27,15 +28,7 @@ Make = Callable[[str], Path]
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """The demo model by preset, made once."""
-    root = tmp_path_factory.mktemp("artefacts")
-
-    def make(preset: str) -> Path:
-        out = root / preset
-        if not out.exists():
-            quantry.quantize(DEMO, out, preset=preset)
-        return out
-
-    return make
+    return lambda preset: quantized_demo(tmp_path_factory, preset)
 
 
 @pytest.fixture
@@ -58,7 +51,7 @@ def faults(artefact: Path, reference: Path = DEMO) -> dict[str, Check]:
     return found
 
 
-@pytest.mark.parametrize("preset", DATA_FREE)
+@pytest.mark.parametrize("preset", cases(DATA_FREE, ("w4a16", "nf4", "gguf-q8_0")))
 def test_every_preset_of_the_demo_is_clean(preset: str, made: Make) -> None:
     found = checks("demo", made(preset), TEXT)
     assert [check.name for check in found] == ALL

@@ -20,16 +20,22 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import quantry
+from demo_artefacts import quantized_demo
+from depth import deep
 from quantry.errors import CheckpointError, ModelNotFoundError, QuantryError, UnknownNameError, WeightError
 from quantry.llamacpp.model import Model
 from quantry.models.reader import open_checkpoint
 from quantry.proof.divergence import Scores, kl, top_k
-from quantry.proof.served import Served, _process, engine, llama_cpp, transformers, vllm
-from quantry.proof.served.inside import engines as inside
+from quantry.proof.served.contract import Served
+from quantry.proof.served.engines import scoring_engine
+from quantry.proof.served.inside.script import ABANDONED, ScoredWindow
+from quantry.proof.served.llama_cpp import EmbeddedLlama
+from quantry.proof.served.process import SCRIPT, EngineProcess, ScoringRequest
 from quantry.proof.text import Window
 
 DEMO = Path(quantry.__file__).parent / "demo"
 VOCABULARY = 4096
+LLAMA = EmbeddedLlama(threads=1)
 ALL = np.broadcast_to(np.arange(VOCABULARY, dtype=np.int32), (10_000, VOCABULARY))
 
 
@@ -60,9 +66,7 @@ def ids(windows: list[Window]) -> list[NDArray[np.int32]]:
 
 @pytest.fixture(scope="module")
 def f16(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("served") / "demo-f16"
-    quantry.quantize(DEMO, folder, preset="gguf-f16")
-    return folder
+    return quantized_demo(tmp_path_factory, "gguf-f16")
 
 
 def logits(model: PreTrainedModel, window: Window) -> Tensor:
@@ -95,7 +99,7 @@ def assert_close(found: Scores, want: Scores, tolerance: float) -> None:
 
 def test_llama_cpp_says_what_its_logits_say(f16: Path, windows: list[Window], ids: list[NDArray[np.int32]]) -> None:
     heard: list[tuple[int, int, str]] = []
-    served = llama_cpp.score(f16, windows, ids, threads=1, length=600, progress=lambda *words: heard.append(words))
+    served = LLAMA.score(f16, windows, ids, progress=lambda *words: heard.append(words))
     assert (served.engine, served.notes) == ("llama.cpp", ())
     assert served.version.startswith("xllamacpp 20")
     assert heard == [(100, 730, "llama.cpp"), (700, 730, "llama.cpp"), (730, 730, "llama.cpp")]
@@ -105,7 +109,7 @@ def test_llama_cpp_says_what_its_logits_say(f16: Path, windows: list[Window], id
 
 
 def test_llama_cpp_is_close_to_transformers_in_16_bit(f16: Path, model: PreTrainedModel, windows: list[Window]) -> None:
-    served = llama_cpp.score(f16, windows, [ALL[: window.scored] for window in windows], threads=1)
+    served = LLAMA.score(f16, windows, [ALL[: window.scored] for window in windows])
     assert divergence(served, model, windows) < 1e-4
     shifted = Served("", "", [Scores(np.roll(o.logq, 1, 0), o.next, o.top) for o in served.scores])
     assert divergence(shifted, model, windows) > 0.5  # the measure can tell
@@ -127,7 +131,7 @@ def test_llama_cpp_tells_its_memory(f16: Path, tokens: list[int]) -> None:
     weights = sum(tensor.nbytes for tensor in open_checkpoint(f16).tensors)
     rounding = 0.011 * 2**20
     for length in (256, 1024):
-        served = llama_cpp.score(f16, [Window(tuple(tokens[:20]))], [ALL[:19]], length=length, threads=1)
+        served = LLAMA.score(f16, [Window(tuple(tokens[:length]), length - 1)], [ALL[:1]])
         assert list(served.memory) == ["weights", "output", "kv_cache", "compute"]
         assert abs(served.memory["weights"] - weights) < rounding
         assert abs(served.memory["kv_cache"] - per_token * length) < rounding
@@ -137,30 +141,26 @@ def test_llama_cpp_tells_its_memory(f16: Path, tokens: list[int]) -> None:
         assert abs(served.memory["output"] - 4 * VOCABULARY) < rounding
 
 
-def test_llama_cpp_writes_tokenizes_and_has_a_template(f16: Path, tokens: list[int]) -> None:
+def test_llama_cpp_writes(f16: Path, tokens: list[int]) -> None:
     prompts = [tokens[:20], tokens[300:330]]
-    written = llama_cpp.generate(f16, prompts, 6, threads=1)
+    written = LLAMA.generate(f16, prompts, 6)
     with Model(f16 / "demo-F16.gguf", context=64, threads=1) as opened:
         assert written == [opened.generate(prompt, 6) for prompt in prompts]
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    texts = ["Once upon a time", "<|user|>Who?<|end|>"]
-    assert llama_cpp.tokenize(f16, texts) == [tokenizer(text)["input_ids"] for text in texts]
-    assert llama_cpp.chat_template(f16) == (DEMO / "chat_template.jinja").read_text(encoding="utf-8")
 
 
 def test_what_llama_cpp_cannot_serve(f16: Path, windows: list[Window], tmp_path: Path) -> None:
     ids = [ALL[: window.scored] for window in windows]
     with pytest.raises(ModelNotFoundError, match="nothing does not exist; give a GGUF file or"):
-        llama_cpp.score(tmp_path / "nothing", windows, ids)
+        LLAMA.score(tmp_path / "nothing", windows, ids)
     with pytest.raises(CheckpointError, match="demo holds no GGUF file"):
-        llama_cpp.score(DEMO, windows, ids)
+        LLAMA.score(DEMO, windows, ids)
     with pytest.raises(QuantryError, match=r"llama.cpp is embedded, .* leave --engine-python out"):
-        llama_cpp.score(f16, windows, ids, python=Path(sys.executable))
+        scoring_engine("llama.cpp", Path(sys.executable))
     with pytest.raises(QuantryError, match="no window to score"):
-        llama_cpp.score(f16, [], [])
+        LLAMA.score(f16, [], [])
     larger = [np.full((window.scored, 3), VOCABULARY, np.int32) for window in windows]
     with pytest.raises(QuantryError, match="token 4096, demo-F16.gguf a vocabulary of 4096"):
-        llama_cpp.score(f16, windows, larger)
+        LLAMA.score(f16, windows, larger)
 
 
 def test_llama_cpp_with_weights_that_are_not_finite(f16: Path, windows: list[Window], tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_llama_cpp_with_weights_that_are_not_finite(f16: Path, windows: list[Win
         file.seek(norm.start)
         file.write(np.full(norm.nbytes // 4, np.nan, np.float32).tobytes())
     with pytest.raises(WeightError, match=r"broken.gguf that are not finite; quantize the model again"):
-        llama_cpp.score(broken, windows, [ALL[: window.scored] for window in windows])
+        LLAMA.score(broken, windows, [ALL[: window.scored] for window in windows])
 
 
 def test_transformers_in_a_process_of_its_own(
@@ -179,25 +179,22 @@ def test_transformers_in_a_process_of_its_own(
 ) -> None:
     heard: list[tuple[int, int, str]] = []
     python = Path(os.path.relpath(sys.executable))
-    served = transformers.score(
-        DEMO,
-        windows,
-        [ids[0], ALL[: windows[1].scored], ids[2]],
-        python=python,
-        options={"dtype": "float32"},
-        progress=lambda *words: heard.append(words),
-    )
+    engine = scoring_engine("transformers", python, options={"dtype": "float32"})
+    places = [ids[0], ALL[: windows[1].scored], ids[2]]
+    served = engine.score(DEMO, windows, places, progress=lambda *words: heard.append(words))
     assert heard == [(100, 730, "transformers"), (700, 730, "transformers"), (730, 730, "transformers")]
     assert served.version.startswith("5.")
     assert served.memory["weights"] == model.get_memory_footprint()
-    for window, places, found in zip(windows, (ids[0], ALL, ids[2]), served.scores, strict=True):
-        assert_close(found, expected(logits(model, window), window, places[: window.scored]), 2e-4)
+    for window, rows, found in zip(windows, places, served.scores, strict=True):
+        assert_close(found, expected(logits(model, window), window, rows), 2e-4)
 
 
+@deep
 def test_transformers_writes(model: PreTrainedModel, tokens: list[int]) -> None:
     """Greedy tokens: each is the likeliest after those before it, and the one that ends the text is left out."""
     prompts = [tokens[:20], tokens[1000:1020], tokens[40:60]]
-    written = transformers.generate(DEMO, prompts, 12, options={"dtype": "float32"})
+    engine = scoring_engine("transformers", options={"dtype": "float32"})
+    written = engine.generate(DEMO, prompts, 12)
     end = model.generation_config.eos_token_id
     lengths = [len(found) for found in written]
     assert min(lengths) < max(lengths) == 12  # some end by themselves
@@ -205,7 +202,7 @@ def test_transformers_writes(model: PreTrainedModel, tokens: list[int]) -> None:
         rows = logits(model, Window((*prompt, *found)))[len(prompt) - 1 :]
         for row, token in zip(rows, [*found, end][:12], strict=False):
             assert row.max() - row[token] < 1e-3
-    assert transformers.generate(DEMO, [], 12) == []
+    assert engine.generate(DEMO, [], 12) == []
 
 
 @pytest.mark.parametrize("chunk", [1, 64, 256, 1000])
@@ -213,10 +210,10 @@ def test_passes_in_chunks_with_rows_behind_them(
     chunk: int, model: PreTrainedModel, windows: list[Window], ids: list[NDArray[np.int32]], tmp_path: Path
 ) -> None:
     """What the script sees of vLLM: chunks of a window in order, each filled up with rows that mean nothing."""
-    work = _process.Work(DEMO, 600, windows, ids)
+    work = ScoringRequest(DEMO, 600, windows, ids)
     work.write(tmp_path)
     for number, (window, places) in enumerate(zip(windows, ids, strict=True)):
-        rows, seen = logits(model, window), inside.Window(tmp_path / f"window-{number}.npz")
+        rows, seen = logits(model, window), ScoredWindow(tmp_path / f"window-{number}.npz")
         for start in range(0, len(rows) - 1, chunk):
             true = rows[start : min(start + chunk, len(rows) - 1)]
             seen.see(start, torch.cat([true, torch.full((8, VOCABULARY), torch.nan)]))
@@ -228,8 +225,8 @@ def test_passes_in_chunks_with_rows_behind_them(
 def test_positions_that_were_not_shown_or_are_not_finite(
     windows: list[Window], ids: list[NDArray[np.int32]], tmp_path: Path
 ) -> None:
-    _process.Work(DEMO, 600, windows, ids).write(tmp_path)
-    seen = inside.Window(tmp_path / "window-0.npz")
+    ScoringRequest(DEMO, 600, windows, ids).write(tmp_path)
+    seen = ScoredWindow(tmp_path / "window-0.npz")
     seen.see(0, torch.zeros(98, VOCABULARY))
     with pytest.raises(RuntimeError, match="the logits of 98 of 99 positions"):
         seen.save(tmp_path / "scored.npz")
@@ -244,38 +241,40 @@ def test_an_engine_that_is_not_installed(windows: list[Window], ids: list[NDArra
         with pytest.raises(
             QuantryError, match="vLLM is not installed for .*python.*; pip install vllm.*--engine-python"
         ):
-            vllm.score(DEMO, windows, ids, python=python)
+            scoring_engine("vllm", python).score(DEMO, windows, ids)
     with pytest.raises(QuantryError, match="no-such-python is not a program that can be run; name the python"):
-        vllm.score(DEMO, windows, ids, python=Path("no-such-python"))
-    with pytest.raises(UnknownNameError, match="unknown served 'vlm'; did you mean vllm"):
-        engine("vlm")
+        scoring_engine("vllm", Path("no-such-python")).score(DEMO, windows, ids)
+    with pytest.raises(UnknownNameError, match="unknown engine 'vlm'; did you mean vllm"):
+        scoring_engine("vlm")
 
 
 def test_an_engine_that_refuses_the_model(windows: list[Window], ids: list[NDArray[np.int32]], tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="nothing is not a folder"):
-        transformers.score(tmp_path / "nothing", windows, ids)
+        scoring_engine("transformers").score(tmp_path / "nothing", windows, ids)
     with pytest.raises(QuantryError, match="no window to score"):
-        transformers.score(DEMO, [], [])
+        scoring_engine("transformers").score(DEMO, [], [])
     config = json.loads((DEMO / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "unheard-of"}), encoding="utf-8")
     with pytest.raises(
         QuantryError, match="transformers fails: ValueError: .*`unheard-of`.*; try the model in"
     ) as caught:
-        transformers.score(tmp_path, windows, ids)
+        scoring_engine("transformers").score(tmp_path, windows, ids)
     assert caught.value.exit_code == 2
     assert "\n" not in str(caught.value)
 
 
 def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path, tokens: list[int]) -> None:
     many = [Window(tuple(tokens[:500]))] * 500
-    _process.Work(DEMO, 500, many, [ALL[: window.scored] for window in many]).write(tmp_path)
-    command = [sys.executable, str(_process.SCRIPT), "transformers", str(tmp_path)]
+    ScoringRequest(DEMO, 500, many, [ALL[: window.scored] for window in many]).write(tmp_path)
+    engine = scoring_engine("transformers")
+    assert isinstance(engine, EngineProcess)
+    command = [sys.executable, str(SCRIPT), "transformers", str(engine.scorer), str(tmp_path)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as process:
         assert process.stdin
         process.stdin.close()
-        assert process.wait(60) == inside.ABANDONED
+        assert process.wait(60) == ABANDONED
     assert not (tmp_path / "result.json").exists()
 
 
@@ -290,7 +289,7 @@ def program(folder: Path, *lines: str) -> Path:
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        (("echo started", "sleep 600"), "no word for 1 s, the last was: started"),
+        (("echo started", "sleep 600"), "no output for 1 s, the last was: started"),
         (("echo started", "kill -9 $$"), "ended by SIGKILL: started"),
         (("echo 'RuntimeError: no room'", "echo goodbye", "exit 3"), "exit code 3: RuntimeError: no room"),
         (("exit 3",), "exit code 3: it says nothing"),
@@ -305,7 +304,7 @@ def test_processes_that_misbehave(
     begun, alive = time.monotonic(), tmp_path / "alive"
     python = program(tmp_path, f"(while sleep 0.02; do echo >> {alive}; done) &", *lines)
     with pytest.raises(QuantryError, match=f"vLLM fails: {words}"):
-        vllm.score(DEMO, windows, ids, python=python, patience=1)
+        scoring_engine("vllm", python, patience=1).score(DEMO, windows, ids)
     assert time.monotonic() - begun < 20
     grown = alive.stat().st_size
     time.sleep(0.3)

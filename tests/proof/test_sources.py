@@ -13,13 +13,15 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 import quantry
+from demo_artefacts import quantized_demo
+from depth import cases
+from plain_models import loaded, logits, plain_int8, quantizing_experts, windows
 from quantry.blockwise import walk
 from quantry.errors import CheckpointError, ModelNotFoundError, QuantryError
 from quantry.models.reader import demo_folder
 from quantry.numerics.grids import dequantize
 from quantry.proof.sources import open_source, tokenizer
 from quantry.quantizing.quantized_model import QuantizedModel
-from test_walk import loaded, logits, plain_int8, quantizing_experts, windows
 from tiny_models import ARCHITECTURES, write_model
 from tiny_tokenizers import write_tokenizer
 
@@ -37,6 +39,13 @@ DECODED = [
     ("nf4", "bitsandbytes"),
     ("llm-int8", "bitsandbytes"),
 ]
+QUICK_FORMATS = [
+    ("w4a16-asym", "awq"),
+    ("fp8-block", "compressed-tensors"),
+    ("w8a8", "compressed-tensors"),
+    ("nf4", "bitsandbytes"),
+]
+QUICK_FAMILIES = ("LlamaForCausalLM", "Gemma2ForCausalLM", "Qwen3MoeForCausalLM")
 TEXT = "It's 10:45; they've sold 2,048 tickets. naïve café 天地玄黃\n\n  end"
 
 
@@ -57,9 +66,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def q4(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo model as a GGUF file."""
-    out = tmp_path_factory.mktemp("demo") / "q4"
-    quantry.quantize("demo", out, preset="gguf-q4_k_m")
-    return out
+    return quantized_demo(tmp_path_factory, "gguf-q4_k_m")
 
 
 def written_out(artefact: Path, out: Path) -> Path:
@@ -98,7 +105,7 @@ def simulating(model: Any, preset: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize(("preset", "form"), DECODED)
+@pytest.mark.parametrize(("preset", "form"), cases(DECODED, QUICK_FORMATS))
 def test_a_quantized_folder_is_what_its_bytes_stand_for(preset: str, form: str, llama: Path, tmp_path: Path) -> None:
     quantry.quantize(llama, tmp_path / "out", preset=preset, format=form)
     source = open_source(tmp_path / "out")
@@ -145,7 +152,7 @@ def test_what_is_read_is_a_copy(llama: Path, tmp_path: Path) -> None:
     assert torch.equal(tensor, load_file(llama / "model.safetensors")["model.norm.weight"])
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", cases(ARCHITECTURES, QUICK_FAMILIES))
 def test_a_gguf_file_of_16_bit_is_the_checkpoint(architecture: str, tmp_path: Path) -> None:
     """Names, order of rows, experts, norms and config come back: the logits are those of the checkpoint."""
     write_model(tmp_path / "model", architecture)

@@ -12,7 +12,8 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import quantry
+from demo_artefacts import gguf_in, quantized_demo
+from depth import deep
 from quantry.errors import QuantryError, UnknownNameError
 from quantry.llamacpp.model import Model
 from quantry.models.reader import demo_folder
@@ -117,9 +118,7 @@ def decoded(module: Any) -> TorchAnswers:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaAnswers]:
-    artefact = quantry.quantize(demo_folder(), tmp_path_factory.mktemp("tasks") / "f16", preset="gguf-f16")
-    (file,) = Path(artefact.path).glob("*.gguf")
-    with Model(file, context=256, threads=1) as opened:
+    with Model(gguf_in(quantized_demo(tmp_path_factory, "gguf-f16")), context=256, threads=1) as opened:
         yield LlamaAnswers(opened)
 
 
@@ -225,11 +224,9 @@ def test_questions_that_do_not_fit_are_counted(tasks: dict[str, Path], module: A
 
 
 def test_two_models_are_compared_question_by_question(
-    tasks: dict[str, Path], found: dict[str, TaskResult], tmp_path: Path
+    tasks: dict[str, Path], found: dict[str, TaskResult], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    folder = Path(quantry.quantize(demo_folder(), tmp_path / "q", preset="gguf-q2_k").path)
-    (file,) = folder.glob("*.gguf")
-    with Model(file, context=256, threads=1) as opened:
+    with Model(gguf_in(quantized_demo(tmp_path_factory, "gguf-q2_k")), context=256, threads=1) as opened:
         coarse = evaluate(LlamaAnswers(opened), list(tasks.values()))
     rows = {(row.task, row.metric): row for row in compare(list(found.values()), coarse)}
     acc = rows["choices", "acc"]
@@ -288,9 +285,14 @@ def test_a_line_of_data_that_is_no_json(decoded: TorchAnswers, tmp_path: Path) -
         evaluate(decoded, [broken(tmp_path, f"task: broken\n{DATA}{CHOICE}doc_to_text: a")])
 
 
-def test_names_that_are_none(decoded: TorchAnswers, tmp_path: Path, tasks: dict[str, Path]) -> None:
+@deep
+def test_a_name_that_the_harness_does_not_have(decoded: TorchAnswers) -> None:
+    """Its index of tasks alone takes it 7 seconds."""
     with pytest.raises(UnknownNameError, match="no task hellaswagg; near to it: .*hellaswag"):
         evaluate(decoded, ["hellaswagg"])
+
+
+def test_names_that_are_none(decoded: TorchAnswers, tmp_path: Path, tasks: dict[str, Path]) -> None:
     with pytest.raises(QuantryError, match="no task file"):
         evaluate(decoded, [tmp_path / "none.yaml"])
     with pytest.raises(QuantryError, match="no task is named"):

@@ -14,14 +14,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import quantry
+from demo_artefacts import DATA_FREE, quantized_demo
+from depth import cases
 from quantry.models.reader import demo_folder
 from quantry.proof.sources import open_source
 from quantry.proof.tensor_errors import TensorError, errors, suspects
-from quantry.quantizing.recipe import presets
 from quantry.types import Grid, Scheme
+from shared import shared
 from tiny_models import write_model
 
-DATA_FREE = [preset.name for preset in presets().values() if not preset.calibrated]
 BROKEN = ("w4a16", "fp8-dynamic", "w8a8", "nf4", "gguf-q4_k_m", "gguf-q2_k")
 DOWN = ("model.layers.2.mlp.up_proj", "model.layers.5.mlp.up_proj")  # of one type in every mixture
 QUERY = "model.layers.3.self_attn.q_proj"  # square
@@ -57,18 +58,20 @@ class Memory:
 @pytest.fixture(scope="module")
 def artefacts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
     """The demo model by preset, made once; and the same of a model with its layers in another order."""
-    root = tmp_path_factory.mktemp("artefacts")
-    other = root / "other"
-    shutil.copytree(demo_folder(), other)
-    tensors = load_file(other / "model.safetensors")
-    turned = {name: tensors[_turned(name)] for name in tensors}
-    save_file(turned, other / "model.safetensors", {"format": "pt"})
+
+    def write_other(folder: Path) -> None:
+        shutil.copytree(demo_folder(), folder, dirs_exist_ok=True)
+        tensors = load_file(folder / "model.safetensors")
+        turned = {name: tensors[_turned(name)] for name in tensors}
+        save_file(turned, folder / "model.safetensors", {"format": "pt"})
 
     def made(preset: str, model: str = "demo") -> Path:
-        out = root / f"{preset}-of-{model}"
-        if not out.exists():
-            quantry.quantize(demo_folder() if model == "demo" else other, out, preset=preset)
-        return out
+        if model == "demo":
+            return quantized_demo(tmp_path_factory, preset)
+        other = shared(tmp_path_factory, "demo-turned", write_other)
+        name = f"turned-{preset}"
+        out = shared(tmp_path_factory, name, lambda folder: quantry.quantize(other, folder / "out", preset=preset))
+        return out / "out"
 
     return made
 
@@ -178,8 +181,17 @@ def zero_group(folder: Path, other: Path) -> set[str]:
     return {QUERY}
 
 
-@pytest.mark.parametrize("damage", [swap_scales, other_layer, permute, zero_group], ids=lambda damage: damage.__name__)
-@pytest.mark.parametrize("preset", BROKEN)
+DAMAGES = (swap_scales, other_layer, permute, zero_group)
+
+
+@pytest.mark.parametrize(
+    ("preset", "damage"),
+    cases(
+        [(preset, damage) for preset in BROKEN for damage in DAMAGES],
+        [*(("w4a16", damage) for damage in DAMAGES), ("nf4", zero_group), ("gguf-q2_k", swap_scales)],
+    ),
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_damage_is_named(
     preset: str,
     damage: Callable[[Path, Path], set[str]],
@@ -197,7 +209,7 @@ def test_damage_is_named(
     assert all(words in suspect.words for suspect in found), found
 
 
-@pytest.mark.parametrize("preset", DATA_FREE)
+@pytest.mark.parametrize("preset", cases(DATA_FREE, ("w2a16", "w8a8", "nf4", "gguf-q4_k_m", "gguf-q2_k")))
 def test_no_sound_artefact_is_accused(preset: str, artefacts: Callable[..., Path]) -> None:
     found = errors(open_source("demo"), open_source(artefacts(preset)))
     assert suspects(found) == ()

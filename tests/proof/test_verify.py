@@ -18,35 +18,47 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import quantry
 from command import command
+from demo_artefacts import quantized_demo
 from quantry.errors import QuantryError
 from quantry.models.reader import demo_folder
 from quantry.numerics.grids import dequantize
+from quantry.proof import text
 from quantry.quantizing.quantized_model import QuantizedModel
 from quantry.types import Proof
+from shared import recorded, shared
 
 DEMO = demo_folder()
-SMALL: dict[str, Any] = {"windows": 3, "length": 96}
+SMALL: dict[str, Any] = {"windows": 2, "length": 64}
 Make = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """References are kept where this file's tests can share them, and nowhere else."""
+    """The tests of a run share references, apart from the user's, of the first pages of the text."""
+    content, name = text.default_text()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QUANTRY_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("QUANTRY_CACHE", str(shared(tmp_path_factory, "verify-cache", lambda folder: None)))
+        patch.setattr(text, "default_text", lambda: (content[:8000], name))
         yield
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Make:
-    root = tmp_path_factory.mktemp("artefacts")
+    return lambda preset: quantized_demo(tmp_path_factory, preset)
 
-    def make(preset: str) -> Path:
-        if not (root / preset).exists():
-            quantry.quantize("demo", root / preset, preset=preset)
-        return root / preset
 
-    return make
+@pytest.fixture(scope="module")
+def proven(tmp_path_factory: pytest.TempPathFactory, made: Make) -> Callable[[str], Proof]:
+    """The proof of a preset by the general gate; the artefact itself stays without."""
+
+    def prove(preset: str) -> Proof:
+        def make(folder: Path) -> Proof:
+            return quantry.verify(shutil.copytree(made(preset), folder / preset), reference="demo", **SMALL)
+
+        proof: Proof = recorded(tmp_path_factory, f"proof-{preset}", make)
+        return proof
+
+    return prove
 
 
 @pytest.fixture
@@ -89,19 +101,19 @@ def plain_figures(artefact: Path, windows: int, length: int) -> dict[str, float]
     }
 
 
-def test_figures_are_those_of_plain_float64(made: Make) -> None:
-    proof = quantry.verify(made("w4a16"), reference="demo", **SMALL)
+def test_figures_are_those_of_plain_float64(made: Make, proven: Callable[[str], Proof]) -> None:
+    proof = proven("w4a16")
     for name, value in plain_figures(made("w4a16"), **SMALL).items():
         assert getattr(proof, name) == pytest.approx(value, rel=2e-4), name
     assert proof.compact == {"k": 4096, "vocabulary": 4096, "shortfall": 0.0}
     low, high = proof.intervals["kl"]
     assert low < proof.kl < high
     assert 0 < proof.noise_floor < 1e-3
-    assert proof.text == {"name": "held-out.txt", "windows": 3, "length": 96, "positions": 3 * 95}
+    assert proof.text == {"name": "held-out.txt", "windows": 2, "length": 64, "positions": 2 * 63}
 
 
-def test_json_names_are_frozen(made: Make) -> None:
-    proof = json.loads(json.dumps(quantry.verify(made("gguf-q4_k_m"), reference="demo", **SMALL).to_dict()))
+def test_json_names_are_frozen(proven: Callable[[str], Proof]) -> None:
+    proof = json.loads(json.dumps(proven("gguf-q4_k_m").to_dict()))
     assert set(proof) == {
         "artefact", "reference", "gate", "verdict", "kl", "kl_median", "kl_p99", "top1", "perplexity",
         "reference_perplexity", "noise_floor", "served", "intervals", "findings", "text", "compact", "worst_tensors", "memory",
@@ -134,14 +146,14 @@ def test_verdict_goes_into_the_card_once(q8: Path) -> None:
     assert str(q8.parent) not in words + (q8 / "quantry.json").read_text()
 
 
-def test_too_few_bits_fail_the_gate(made: Make) -> None:
-    proof = quantry.verify(made("w2a16"), reference="demo", **SMALL)
-    assert {"kl", "top1", "perplexity_ratio"} <= set(failed(proof))
+def test_too_few_bits_fail_the_gate(proven: Callable[[str], Proof]) -> None:
+    assert {"kl", "top1", "perplexity_ratio"} <= set(failed(proven("w2a16")))
 
 
-def test_a_use_decides(made: Make) -> None:
-    assert quantry.verify(made("w4a16"), reference="demo", gate="draft", **SMALL).passed
-    assert "kl" in failed(quantry.verify(made("w4a16"), reference="demo", gate="accuracy-critical", **SMALL))
+def test_a_use_decides(made: Make, tmp_path: Path) -> None:
+    artefact = shutil.copytree(made("w4a16"), tmp_path / "w4a16")
+    assert quantry.verify(artefact, reference="demo", gate="draft", **SMALL).passed
+    assert "kl" in failed(quantry.verify(artefact, reference="demo", gate="accuracy-critical", **SMALL))
 
 
 # ---- broken on purpose: each fails the gate or is refused, and is named ----
@@ -284,7 +296,7 @@ def test_logits_that_are_not_finite_are_refused(w8: Path) -> None:
 
     rewrite(w8, spoil)
     before = (w8 / "quantry.json").read_bytes()
-    line = refused("verify", w8, "--reference", "demo", "--windows", "1", "--length", "64")
+    line = refused("verify", w8, "--reference", "demo", "--windows", "2", "--length", "64")
     assert "model.layers.4" in line
     assert (w8 / "quantry.json").read_bytes() == before
 
@@ -341,10 +353,10 @@ def test_diff_of_the_same_is_nothing(made: Make) -> None:
     assert found.tensors == ()
 
 
-def test_diff_is_the_divergence_of_the_reference(made: Make) -> None:
+def test_diff_is_the_divergence_of_the_reference(made: Make, proven: Callable[[str], Proof]) -> None:
     """With the 16-bit model as A it must find what verify finds."""
     found = quantry.diff("demo", made("w4a16"), **SMALL)
-    proof = quantry.verify(made("w4a16"), reference="demo", **SMALL)
+    proof = proven("w4a16")
     assert (found.kl, found.kl_p99, found.top1) == pytest.approx((proof.kl, proof.kl_p99, proof.top1), rel=1e-5)
     assert found.b["perplexity"] == pytest.approx(proof.perplexity, rel=1e-6)
     assert found.a["bytes"] > 2 * found.b["bytes"]
@@ -354,16 +366,17 @@ def test_diff_is_the_divergence_of_the_reference(made: Make) -> None:
     }  # fmt: skip
 
 
-def test_exit_codes_and_pictures(made: Make) -> None:
+def test_exit_codes_and_pictures(made: Make, q8: Path, tmp_path: Path) -> None:
     small = ("--windows", "2", "--length", "64")
-    done = command("verify", made("gguf-q8_0"), "--reference", "demo", *small)
+    w2 = shutil.copytree(made("w2a16"), tmp_path / "w2a16")
+    done = command("verify", q8, "--reference", "demo", *small)
     assert done.returncode == 0, done.stderr
     assert "PASS" in done.stdout
     assert "in llama.cpp" in done.stdout
-    done = command("verify", made("w2a16"), "--reference", "demo", *small)
+    done = command("verify", w2, "--reference", "demo", *small)
     assert done.returncode == 1
     assert "FAIL" in done.stdout
     assert "more bits" in done.stdout
-    done = command("diff", made("gguf-q8_0"), made("w2a16"), "--json", *small)
+    done = command("diff", q8, w2, "--json", *small)
     assert done.returncode == 0
     assert json.loads(done.stdout)["kl"] > 0.1

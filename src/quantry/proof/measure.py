@@ -2,16 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from quantry.blockwise import walk
-from quantry.proof import divergence, served
+from quantry.proof import divergence
 from quantry.proof.divergence import Array, Divergence, Scores, TopK
 from quantry.proof.reference import Reference, shortfall
-from quantry.proof.served import Served
+from quantry.proof.served.contract import Served
+from quantry.proof.served.engines import scoring_engine
 from quantry.proof.sources import ModelSource
 from quantry.types import Progress
 
@@ -30,6 +32,39 @@ class Gap:
 
     kl: float  # mean, of the engine against the decoded artefact
     top1: float  # share of positions with the same likeliest token
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """An artefact against its reference; the first `text_windows` windows are of the text, the others of prompts."""
+
+    reference: Reference
+    decoded: Decoded
+    served: Served | None
+    text_windows: int
+
+    @property
+    def _text(self) -> range:
+        return range(self.text_windows)
+
+    @cached_property
+    def decoded_figures(self) -> Divergence:
+        return summarize(self.reference, self.decoded.scores, self._text)
+
+    @cached_property
+    def served_figures(self) -> Divergence | None:
+        return summarize(self.reference, self.served.scores, self._text) if self.served else None
+
+    @cached_property
+    def gap(self) -> Gap | None:
+        """The engine against the bytes that it loaded."""
+        return gap(self.reference, self.decoded.scores, self.served.scores, self._text) if self.served else None
+
+    @cached_property
+    def prompt_figures(self) -> Divergence | None:
+        """The decoded artefact on the 16-bit model's answers to prompts."""
+        windows = range(self.text_windows, len(self.reference.windows))
+        return summarize(self.reference, self.decoded.scores, windows) if windows else None
 
 
 def decode(
@@ -56,7 +91,7 @@ def serve(
 ) -> Served:
     """Runs an artefact in its engine on the windows of a reference."""
     ids = [reference.top_k(index).ids for index in range(len(reference.windows))]
-    return served.engine(engine).score(artefact.path, reference.windows, ids, python=python, progress=progress)
+    return scoring_engine(engine, python).score(artefact.path, reference.windows, ids, progress=progress)
 
 
 def summarize(reference: Reference, scores: Sequence[Scores], windows: range) -> Divergence:

@@ -1,4 +1,4 @@
-"""Prompts and tasks put to the 16-bit model and to the artefact, one model in memory at a time."""
+"""Prompts and tasks for the 16-bit model and for the artefact, with one model in memory at a time."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -13,14 +13,14 @@ from quantry.blockwise import walk
 from quantry.engines.contract.catalogue import verifying
 from quantry.errors import QuantryError
 from quantry.llamacpp.model import Model
-from quantry.proof import served
+from quantry.proof.served.engines import scoring_engine
 from quantry.proof.served.llama_cpp import gguf_file
 from quantry.proof.sources import ModelSource, tokenizer
 from quantry.proof.tasks import harness, prompts
 from quantry.proof.tasks.answers import CONTEXT, Answers, LlamaAnswers, TorchAnswers
 from quantry.proof.tasks.harness import TaskResult
 from quantry.proof.tasks.judge import JudgeEndpoint, judge
-from quantry.proof.tasks.prompts import MAX_TOKENS, Prompt
+from quantry.proof.tasks.prompts import MAX_TOKENS, Prompt, tokens_of
 from quantry.proof.text import Window
 from quantry.types import Progress
 
@@ -41,107 +41,114 @@ class Questions:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What one model made of them; `windows` are prompts with its answers behind them, which are what is scored."""
+    """One model's answers; `windows` are the prompts followed by its answers, of which the answers are scored."""
 
-    texts: tuple[str, ...]
-    results: tuple[TaskResult, ...]
-    windows: tuple[Window, ...]
+    texts: tuple[str, ...] = ()
+    results: tuple[TaskResult, ...] = ()
+    windows: tuple[Window, ...] = ()
 
 
-def questions(
+def read_questions(
     file: Path | None, tasks: str | None, limit: int | None, max_tokens: int, endpoint: JudgeEndpoint | None
 ) -> Questions:
-    """The questions that the options describe, read before anything is run."""
+    """Reads the questions that the options describe, before any model runs.
+
+    Raises QuantryError if there is a judge without prompts, or if answers may have no token.
+    """
     if endpoint and not file:
         raise QuantryError("a judge compares answers to prompts, and there are none", fix="give --prompts FILE")
     if max_tokens < 1:
-        raise QuantryError(f"answers of {max_tokens} tokens are none", fix="give --max-tokens of at least 1")
+        raise QuantryError(f"--max-tokens is {max_tokens}", fix="give at least 1")
     names = tuple(name.strip() for name in (tasks or "").split(",") if name.strip())
     return Questions(tuple(prompts.read_prompts(file)) if file else (), names, limit, max_tokens, endpoint)
 
 
-def put(asked: Questions, model: AbstractContextManager[Answers], progress: Progress | None = None) -> Answered:
-    """Asks one model everything; it is not even loaded when there is nothing to ask."""
-    if not asked:
-        return Answered((), (), ())
+def ask(questions: Questions, model: AbstractContextManager[Answers], progress: Progress | None = None) -> Answered:
+    """Asks one model everything; does not load it if there is nothing to ask."""
+    if not questions:
+        return Answered()
     texts: tuple[str, ...] = ()
+    results: list[TaskResult] = []
     with model as answers:
-        if asked.prompts:
-            texts = tuple(prompts.ask(asked.prompts, answers, max_tokens=asked.max_tokens, progress=progress))
-        results = harness.evaluate(answers, asked.tasks, limit=asked.limit, progress=progress) if asked.tasks else []
-        return Answered(texts, tuple(results), tuple(_windows(asked.prompts, texts, answers)))
+        if questions.prompts:
+            texts = tuple(prompts.ask(questions.prompts, answers, max_tokens=questions.max_tokens, progress=progress))
+        if questions.tasks:
+            results = harness.evaluate(answers, questions.tasks, limit=questions.limit, progress=progress)
+        return Answered(texts, tuple(results), tuple(_windows(questions.prompts, texts, answers)))
 
 
-def compare(
-    asked: Questions, base: Answered, quantized: Answered, progress: Progress | None = None
-) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """The reports on prompts and on tasks."""
-    told = None
-    if asked.prompts:
-        told = prompts.compare(asked.prompts, base.texts, quantized.texts).to_dict()
-        if asked.judge:
-            words = [prompt.question for prompt in asked.prompts]
-            told["judge"] = judge(words, base.texts, quantized.texts, asked.judge, progress=progress).to_dict()
-    found = harness.compare(base.results, quantized.results) if asked.tasks else []
-    tasks: dict[str, Any] = {}
-    for row in found:
-        tasks.setdefault(row.task, {})[row.metric] = asdict(row)
-    return told, tasks or None
+def compare_prompts(
+    questions: Questions, base: Answered, quantized: Answered, progress: Progress | None = None
+) -> dict[str, Any] | None:
+    """Returns the report on prompts, with the judge's verdict if there is one; None without prompts."""
+    if not questions.prompts:
+        return None
+    report = prompts.compare(questions.prompts, base.texts, quantized.texts).to_dict()
+    if questions.judge:
+        texts = [prompt.question for prompt in questions.prompts]
+        report["judge"] = judge(texts, base.texts, quantized.texts, questions.judge, progress=progress).to_dict()
+    return report
+
+
+def compare_tasks(base: Answered, quantized: Answered) -> dict[str, Any] | None:
+    """Returns the report on tasks: task -> metric -> comparison; None without tasks."""
+    report: dict[str, Any] = {}
+    for row in harness.compare(base.results, quantized.results):
+        report.setdefault(row.task, {})[row.metric] = asdict(row)
+    return report or None
 
 
 @contextmanager
-def decoded(source: ModelSource, device: str) -> Iterator[Answers]:
-    """A model run from its bytes in torch."""
-    exact = torch.device(device).type == "cpu"
-    dtype = torch.float32 if exact else torch.bfloat16
+def decoded_model(source: ModelSource, device: str) -> Iterator[Answers]:
+    """Runs a model from its bytes in torch."""
+    dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
     yield TorchAnswers(walk.whole(source, device=device, dtype=dtype), tokenizer(source), ends=_ends(source))
 
 
 @contextmanager
-def in_engine(source: ModelSource, engine: str, python: Path | None, device: str) -> Iterator[Answers]:
-    """A model in the engine that serves it. vLLM and transformers only write; what is scored is the decoded model."""
+def served_model(source: ModelSource, engine: str, python: Path | None, device: str) -> Iterator[Answers]:
+    """Runs a model in the engine that serves it. One in another process only generates; torch scores choices."""
     if verifying()[engine].embedded:
         longest = source.config.get("max_position_embeddings") or CONTEXT
         with Model(gguf_file(source.path), context=min(CONTEXT, longest)) as model:
             yield LlamaAnswers(model)
         return
-    with decoded(source, device) as answers:
-        yield _Written(answers, source.path, engine, python)
+    with decoded_model(source, device) as answers:
+        yield _ProcessAnswers(answers, source.path, engine, python)
 
 
-class _Written:
-    """Answers of a model whose text is written by an engine in another process."""
+class _ProcessAnswers:
+    """Answers of a model that an engine in another process generates."""
 
     def __init__(self, answers: Answers, artefact: Path, engine: str, python: Path | None) -> None:
-        self._answers, self._artefact, self._engine, self._python = answers, artefact, engine, python
+        self._answers, self._artefact, self._engine = answers, artefact, scoring_engine(engine, python)
         self.context, self.prefix = answers.context, answers.prefix
         self.encode, self.decode, self.chat = answers.encode, answers.decode, answers.chat
         self.loglikelihoods = answers.loglikelihoods
 
     def generate(
         self,
-        asked: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int]],
         max_tokens: int,
         stops: Sequence[str] = (),
         progress: Progress | None = None,
     ) -> list[list[int]]:
-        """Tasks stop at texts of their own, which an engine is not told: those are written by the decoded model."""
+        """Generates in the engine; with stops, which only tasks have, in torch, since the engine does not know them."""
         if stops:
-            return self._answers.generate(asked, max_tokens, stops, progress)
-        return served.engine(self._engine).generate(self._artefact, asked, max_tokens, python=self._python)
+            return self._answers.generate(prompts, max_tokens, stops, progress)
+        return self._engine.generate(self._artefact, prompts, max_tokens)
 
 
 def _ends(source: ModelSource) -> list[int]:
-    """The tokens that end a text by generation_config.json, which may be more than config.json names."""
+    """Returns the end tokens of generation_config.json, which may be more than those of config.json."""
     file = source.path / "generation_config.json"
     ends = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
     return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
 def _windows(asked: Sequence[Prompt], texts: Sequence[str], answers: Answers) -> Iterator[Window]:
-    """Each prompt with the answer behind it; the answer's tokens are scored."""
+    """Yields each prompt followed by its answer, whose tokens are scored."""
     for prompt, text in zip(asked, texts, strict=True):
-        before = answers.encode(answers.chat(prompt.messages) if prompt.text is None else prompt.text)
-        after = answers.encode(text, special=False)
+        before, after = tokens_of(prompt, answers), answers.encode(text, special=False)
         if before and after:
             yield Window((*before, *after), len(before))

@@ -1,12 +1,12 @@
 """`quantry.verify`: checks, weights, text, engine, prompts and tasks, and the verdict on all of them.
 
 The cheapest comes first: files, vocabulary, tokenizer and template, then the weights tensor by tensor, then the text
-through the 16-bit model (once, it is cached), through the artefact decoded from its bytes, and through the engine.
+in the 16-bit model (once, it is cached), in the artefact decoded from its bytes, and in the engine that serves it.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,16 @@ from quantry.errors import CheckpointError, QuantryError, UnknownNameError
 from quantry.models.reader import open_checkpoint
 from quantry.planning.memory.footprint import footprint
 from quantry.proof import gate as gates
-from quantry.proof import measure as measuring
-from quantry.proof import questions
-from quantry.proof import tensor_errors as weights
+from quantry.proof import measure, questions, tensor_errors
 from quantry.proof.checks import Check, checks
-from quantry.proof.divergence import Divergence
 from quantry.proof.gate import Number
-from quantry.proof.reference import Reference
+from quantry.proof.measure import Measurements
+from quantry.proof.questions import Answered, Questions
 from quantry.proof.reference import reference as make_reference
-from quantry.proof.served import Served
 from quantry.proof.sources import ModelSource, open_source, tokenizer
 from quantry.proof.tasks.judge import JudgeEndpoint
-from quantry.proof.text import default_text, read_text
+from quantry.proof.tensor_errors import TensorError
+from quantry.proof.text import Window, load_text
 from quantry.proof.text import windows as cut
 from quantry.quantizing import card
 from quantry.quantizing.recipe_file import from_card
@@ -37,9 +35,30 @@ from quantry.types import Progress, Proof, Workload
 
 FIGURES = ("kl", "kl_median", "kl_p99", "top1", "perplexity")
 GATED = ("kl", "top1", "perplexity_ratio")
-REFUSED = ("finished", "vocabulary")  # without them there is nothing to measure
+FATAL = ("finished", "vocabulary")  # checks without which nothing can be measured
 LAST = "chat-template"  # of the checks, if all could be made
 SHOWN = 5  # tensors with the largest error
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    """The options of `verify`."""
+
+    text: str | Path | None
+    prompts: Path | None
+    tasks: str | None
+    limit: int | None
+    judge: JudgeEndpoint | None
+    engine: str | None
+    engine_python: Path | None
+    gate: str
+    windows: int
+    length: int
+    max_tokens: int
+    device: str
+
+    def questions(self) -> Questions:
+        return questions.read_questions(self.prompts, self.tasks, self.limit, self.max_tokens, self.judge)
 
 
 def verify(
@@ -62,160 +81,211 @@ def verify(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Proof:
-    """Measures what `artefact` lost against `reference`; the verdict goes into its quantry.json and its card."""
-    asked = questions.questions(_path(prompts), tasks, limit, max_tokens, _endpoint(judge, judge_model, judge_key))
-    gates.check_use(gate)
-    content, name = default_text() if text is None else read_text(Path(text).expanduser())
-    looked = _looked(reference, artefact, content)
-    original, ours = open_source(reference), open_source(artefact)
-    chosen = _engine(engine, ours)
-    python = _path(engine_python)
-    pieces = cut(content, tokenizer(original), length, windows or None)
+    """Measures what `artefact` lost compared with `reference`; writes the verdict into its quantry.json and card.
 
-    errors = weights.errors(original, ours)
-    first = questions.put(asked, questions.decoded(original, device), progress)
-    kept = make_reference(original, [*pieces, *first.windows], device=device, progress=_named(progress, "reference"))
-    decoded = measuring.decode(ours, kept, device=device, progress=_named(progress, "decoded"))
-    served = measuring.serve(ours, kept, chosen, python=python, progress=progress) if chosen else None
-    answers = questions.in_engine(ours, chosen, python, device) if chosen else questions.decoded(ours, device)
-    told, results = questions.compare(asked, first, questions.put(asked, answers, progress), progress)
+    `text` (None: a text of the package) is cut into `windows` of `length` tokens. `prompts` is a file of JSON lines,
+    `tasks` names tasks of lm-evaluation-harness with commas between, the first `limit` questions of each; `judge` is
+    the address of a third model. `engine` measures the artefact as served: GGUF files always in llama.cpp.
 
-    plain, on_prompts = range(len(pieces)), range(len(pieces), len(kept.windows))
-    figures = measuring.summarize(kept, decoded.scores, plain)
-    seen = measuring.summarize(kept, served.scores, plain) if served else None
-    gap = measuring.gap(kept, decoded.scores, served.scores, plain) if served else None
-    if told and on_prompts:
-        told["decoded"] = _figures(measuring.summarize(kept, decoded.scores, on_prompts))
-    numbers = _numbers(figures, seen, gap, kept, told)
-    recorded = _recorded(ours)
+    Raises QuantryError if an option is wrong, the artefact is unfinished or the engine fails. Example:
+
+        verify("demo-w4a16", reference="demo").passed
+    """
+    options = VerifyOptions(
+        text, _path(prompts), tasks, limit, _judge(judge, judge_model, judge_key), engine, _path(engine_python), gate,
+        windows, length, max_tokens, device,
+    )  # fmt: skip
+    return _verify(str(artefact), str(reference), options, progress)
+
+
+def _verify(artefact: str, reference: str, options: VerifyOptions, progress: Progress | None) -> Proof:
+    asked = options.questions()
+    gates.check_use(options.gate)
+    content, name = load_text(options.text)
+    checked = _check_measurable(reference, artefact, content)
+    original, quantized = open_source(reference), open_source(artefact)
+    models = _Models(original, quantized, _engine(options.engine, quantized), options, progress)
+    cuts = cut(content, tokenizer(original), options.length, options.windows or None)
+
+    errors = tensor_errors.errors(original, quantized)
+    base = models.ask_original(asked)
+    measured = models.measure([*cuts, *base.windows], len(cuts))
+    answered = models.ask_quantized(asked)
+    prompts = _prompt_report(asked, base, answered, measured, progress)
+
+    recorded = _recorded(quantized)
     findings = [
-        *(_of_check(check) for check in looked),
-        *(_of_suspect(suspect) for suspect in weights.suspects(errors)),
-        *(finding.to_dict() for finding in gates.judge(numbers, gate, recorded.get("preset"))),
+        *({**check.to_dict(), "warning": False} for check in checked),
+        *_suspects(errors),
+        *(row.to_dict() for row in gates.judge(_numbers(measured, prompts), options.gate, recorded.get("preset"))),
     ]
+    text = {"name": name, "windows": len(cuts), "length": options.length}
     proof = Proof(
-        artefact=str(artefact),
-        reference=str(reference),
-        gate=gate,
+        artefact=artefact,
+        reference=reference,
+        gate=options.gate,
         verdict=gates.verdict(findings),
-        **_figures(figures),
-        reference_perplexity=figures.reference_perplexity.value,
-        noise_floor=kept.noise_floor,
-        served=_served(served, seen, gap),
-        intervals=_intervals(figures),
+        **_figures(measured),
         findings=tuple(findings),
-        text={"name": name, "windows": len(pieces), "length": length, "positions": figures.positions},
-        compact={"k": kept.k, "vocabulary": kept.vocabulary, "shortfall": decoded.shortfall},
-        worst_tensors=tuple(asdict(one) for one in sorted(errors, key=lambda one: -one.error)[:SHOWN]),
-        memory=_memory(original, recorded, chosen, served, kept),
-        prompts=told,
-        tasks=results,
-        notes=_notes(kept, served, decoded.shortfall, text is None, ours, chosen),
+        text={**text, "positions": measured.decoded_figures.positions},
+        worst_tensors=tuple(asdict(tensor) for tensor in sorted(errors, key=lambda tensor: -tensor.error)[:SHOWN]),
+        memory=_memory(original, recorded, models.engine, measured),
+        prompts=prompts,
+        tasks=questions.compare_tasks(base, answered),
+        notes=_notes(measured, quantized, default_text=options.text is None),
     )
     if recorded:
-        card.record_proof(_folder(ours), _for_card(proof))
+        card.record_proof(_folder(quantized), _without_paths(proof))
     return proof
 
 
-def _looked(reference: str | Path, artefact: str | Path, content: str) -> tuple[Check, ...]:
-    """What can be seen before anything runs; what leaves nothing to measure is an error."""
-    looked = checks(reference, artefact, content)
-    for check in looked:
-        if not check.ok and (check.name in REFUSED or (check is looked[-1] and check.name != LAST)):
+@dataclass(frozen=True, slots=True)
+class _Models:
+    """Both models; each is loaded when it runs, one at a time."""
+
+    original: ModelSource
+    quantized: ModelSource
+    engine: str | None  # that serves the quantized one
+    options: VerifyOptions
+    progress: Progress | None
+
+    def ask_original(self, asked: Questions) -> Answered:
+        return questions.ask(asked, questions.decoded_model(self.original, self.options.device), self.progress)
+
+    def ask_quantized(self, asked: Questions) -> Answered:
+        """Asks the artefact in its engine, or decoded from its bytes."""
+        python, device = self.options.engine_python, self.options.device
+        if self.engine:
+            return questions.ask(
+                asked, questions.served_model(self.quantized, self.engine, python, device), self.progress
+            )
+        return questions.ask(asked, questions.decoded_model(self.quantized, device), self.progress)
+
+    def measure(self, windows: Sequence[Window], text_windows: int) -> Measurements:
+        """Runs both models on windows, the artefact in its engine too."""
+        device, engine, python = self.options.device, self.engine, self.options.engine_python
+        reference = make_reference(self.original, windows, device=device, progress=self._named("reference"))
+        decoded = measure.decode(self.quantized, reference, device=device, progress=self._named("decoded"))
+        served = (
+            measure.serve(self.quantized, reference, engine, python=python, progress=self.progress) if engine else None
+        )
+        return Measurements(reference, decoded, served, text_windows)
+
+    def _named(self, step: str) -> Progress | None:
+        report = self.progress
+        return None if report is None else lambda done, total, label: report(done, total, f"{step}: {label}")
+
+
+def _check_measurable(reference: str | Path, artefact: str | Path, content: str) -> tuple[Check, ...]:
+    """Makes all checks. Raises CheckpointError if a failed one leaves nothing to measure."""
+    checked = checks(reference, artefact, content)
+    for check in checked:
+        if not check.ok and (check.name in FATAL or (check is checked[-1] and check.name != LAST)):
             raise CheckpointError(f"{artefact}: {check.words}", fix=check.fix)
-    return looked
+    return checked
 
 
 def _engine(name: str | None, artefact: ModelSource) -> str | None:
-    """The engine to measure in: the one asked for, or the embedded one, which is always there, for its own files."""
-    known = verifying()
+    """Returns the engine to measure in: the given one, or for GGUF files the embedded one, which is always there."""
+    known, is_gguf = verifying(), artefact.format == "gguf"
     if name is None:
-        embedded = (name for name, facts in known.items() if facts.embedded)
-        return next(embedded, None) if artefact.format == "gguf" else None
+        return next((engine for engine, facts in known.items() if facts.embedded), None) if is_gguf else None
     if name not in known:
         raise UnknownNameError(f"unknown engine {name!r}", fix=suggest(name, tuple(known)))
-    if known[name].embedded != (artefact.format == "gguf"):
+    if known[name].embedded != is_gguf:
         wanted = "a GGUF file" if known[name].embedded else "a folder of safetensors"
         raise QuantryError(f"{name} is measured on {wanted}, not on {artefact.path.name}", fix="leave --engine out")
     return name
 
 
-def _numbers(
-    figures: Divergence, seen: Divergence | None, gap: measuring.Gap | None, kept: Reference, told: Any
-) -> dict[str, Number]:
-    """What the gate is held against: the engine's figures where there are some, besides those of the bytes."""
-    numbers: dict[str, Number] = {name: getattr(figures, name) for name in GATED}
-    numbers["noise_floor"] = kept.noise_floor
-    if seen and gap:
-        numbers |= {f"served.{name}": getattr(seen, name) for name in GATED}
-        numbers["served_top1"] = gap.top1
-    if told:
-        numbers["agreement"] = told["agreement"]["value"]
+def _prompt_report(
+    asked: Questions, base: Answered, answered: Answered, measured: Measurements, progress: Progress | None
+) -> dict[str, Any] | None:
+    report = questions.compare_prompts(asked, base, answered, progress)
+    if report and measured.prompt_figures:
+        report["decoded"] = measured.prompt_figures.values(FIGURES)
+    return report
+
+
+def _suspects(errors: Sequence[TensorError]) -> list[dict[str, Any]]:
+    """Returns the tensors with a suspicious error as findings."""
+    common = {"name": "weights", "ok": False, "fix": "quantize again from the 16-bit model", "warning": False}
+    return [
+        {**common, "words": f"{suspect.name}: {suspect.words}", "value": suspect.error}
+        for suspect in tensor_errors.suspects(errors)
+    ]
+
+
+def _numbers(measured: Measurements, prompt_report: Mapping[str, Any] | None) -> dict[str, Number]:
+    """Returns the numbers that the gate judges: those of the decoded bytes, and those of the engine if there is one."""
+    numbers: dict[str, Number] = {name: getattr(measured.decoded_figures, name) for name in GATED}
+    numbers["noise_floor"] = measured.reference.noise_floor
+    if measured.served_figures and measured.gap:
+        numbers |= {f"served.{name}": getattr(measured.served_figures, name) for name in GATED}
+        numbers["served_top1"] = measured.gap.top1
+    if prompt_report:
+        numbers["agreement"] = prompt_report["agreement"]["value"]
     return numbers
 
 
-def _figures(found: Divergence) -> dict[str, float]:
-    return {name: getattr(found, name).value for name in FIGURES}
+def _figures(measured: Measurements) -> dict[str, Any]:
+    """Returns the fields of a proof with figures of the text."""
+    figures, reference = measured.decoded_figures, measured.reference
+    shortfall = measured.decoded.shortfall
+    return {
+        **figures.values(FIGURES),
+        "reference_perplexity": figures.reference_perplexity.value,
+        "noise_floor": reference.noise_floor,
+        "intervals": figures.intervals(FIGURES),
+        "compact": {"k": reference.k, "vocabulary": reference.vocabulary, "shortfall": shortfall},
+        "served": _served(measured),
+    }
 
 
-def _intervals(found: Divergence) -> dict[str, tuple[float, float]]:
-    return {name: (getattr(found, name).low, getattr(found, name).high) for name in FIGURES}
-
-
-def _served(served: Served | None, seen: Divergence | None, gap: measuring.Gap | None) -> dict[str, Any] | None:
-    if served is None or seen is None or gap is None:
+def _served(measured: Measurements) -> dict[str, Any] | None:
+    served, figures, gap = measured.served, measured.served_figures, measured.gap
+    if served is None or figures is None or gap is None:
         return None
     return {
         "engine": served.engine,
         "version": served.version,
-        **_figures(seen),
-        "intervals": _intervals(seen),
+        **figures.values(FIGURES),
+        "intervals": figures.intervals(FIGURES),
         "gap": asdict(gap),
     }
 
 
-def _of_check(check: Check) -> dict[str, Any]:
-    """A check as a finding; it has no number."""
-    return {**check.to_dict(), "warning": False}
-
-
-def _of_suspect(suspect: weights.Suspect) -> dict[str, Any]:
-    words = f"{suspect.name}: {suspect.words}"
-    fix = "quantize again from the 16-bit model"
-    return {"name": "weights", "ok": False, "words": words, "fix": fix, "warning": False, "value": suspect.error}
-
-
 def _memory(
-    original: ModelSource, recorded: Mapping[str, Any], engine: str | None, served: Served | None, kept: Reference
+    original: ModelSource, recorded: Mapping[str, Any], engine: str | None, measured: Measurements
 ) -> dict[str, Any] | None:
-    """What the engine reported, beside what the plan would have said of the same load."""
-    if engine is None or served is None or not served.memory:
+    """Returns the memory that the engine reported, and what the plan predicts for the same load."""
+    if engine is None or measured.served is None or not measured.served.memory:
         return None
-    longest = max(len(window.tokens) for window in kept.windows)
+    longest = max(len(window.tokens) for window in measured.reference.windows)
     predicted: dict[str, int] = {}
     if recorded:
         try:
-            found = footprint(
+            needed = footprint(
                 open_checkpoint(original.path), from_card(recorded), engine, Workload(longest),
                 device=parse("cpu").device,
             )  # fmt: skip
-            predicted = {"weights": found.weights}
+            predicted = {"weights": needed.weights}
             if verifying()[engine].embedded:  # others take as much for a cache as they are given
-                predicted |= {"kv_cache": found.kv_cache, "compute": found.activations}
+                predicted |= {"kv_cache": needed.kv_cache, "compute": needed.activations}
         except QuantryError:  # a shape the plan does not know is still measured
             predicted = {}
-    return {"predicted": predicted, "measured": dict(served.memory)}
+    return {"predicted": predicted, "measured": dict(measured.served.memory)}
 
 
-def _notes(
-    kept: Reference, served: Served | None, lacking: float, own: bool, artefact: ModelSource, engine: str | None
-) -> tuple[str, ...]:
-    notes = [*kept.notes, *(served.notes if served else ())]
+def _notes(measured: Measurements, artefact: ModelSource, *, default_text: bool) -> tuple[str, ...]:
+    reference, served, lacking = measured.reference, measured.served, measured.decoded.shortfall
+    notes = [*reference.notes, *(served.notes if served else ())]
     if lacking > 0.01:
-        notes.append(f"the {kept.k} tokens kept of the reference miss {lacking:.1%} of the divergence, more than 1 %")
-    if own:
+        kept = f"the {reference.k} tokens kept of the reference"
+        notes.append(f"{kept} miss {lacking:.1%} of the divergence, more than 1 %")
+    if default_text:
         notes.append("measured on simple stories; give --text FILE with text of your own kind")
-    if engine is None and artefact.schemes:
+    if served is None and artefact.schemes:
         notes.append("not measured in an engine: give --engine vllm or transformers to prove it as served")
     if artefact.cache:
         notes.append("the decoded figures are with a 16-bit KV cache; those of the engine with the one it uses")
@@ -223,14 +293,14 @@ def _notes(
 
 
 def _recorded(artefact: ModelSource) -> dict[str, Any]:
-    """quantry.json, where there is one; another tool's artefact has none."""
+    """Returns the content of quantry.json; empty for another tool's artefact."""
     file = _folder(artefact) / ARTEFACT_FILE
     content: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
     return content
 
 
-def _for_card(proof: Proof) -> dict[str, Any]:
-    """What is kept with the artefact: no paths, and not what was said to prompts."""
+def _without_paths(proof: Proof) -> dict[str, Any]:
+    """Returns the part of a proof that is kept with the artefact: no paths, and no answers to prompts."""
     content = proof.to_dict()
     content["artefact"], content["reference"] = Path(proof.artefact).name, Path(proof.reference).name
     if proof.prompts:
@@ -242,19 +312,12 @@ def _folder(artefact: ModelSource) -> Path:
     return artefact.path if artefact.path.is_dir() else artefact.path.parent
 
 
-def _endpoint(url: str | None, model: str | None, key: str) -> JudgeEndpoint | None:
+def _judge(url: str | None, model: str | None, key: str) -> JudgeEndpoint | None:
     if url is None:
         return None
     if not model:
         raise QuantryError("a judge needs the name of its model", fix="give --judge-model")
     return JudgeEndpoint(url, model, key)
-
-
-def _named(progress: Progress | None, what: str) -> Progress | None:
-    if progress is None:
-        return None
-    report = progress
-    return lambda done, total, label: report(done, total, f"{what}: {label}")
 
 
 def _path(value: str | Path | None) -> Path | None:
