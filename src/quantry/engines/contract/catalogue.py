@@ -370,6 +370,7 @@ def _engine(data: Mapping[str, Any], plugin: str, folder: Path) -> Engine:
     read |= {key: tuple(kind(**_plain(row)) for row in data[key]) for key, kind in rows.items() if key in data}
     read |= {"metrics": _metrics(data["metrics"])} if "metrics" in data else {}
     read |= {"plan": _plan(data["plan"])} if "plan" in data else {}
+    read["fixes"] = {"default": "use another engine", **data.get("fixes", {})}
     read["releases"] = tuple(Release(**_plain(row)) for row in data["versions"])
     read["flags"] = tuple(flag for row in data.get("flags", ()) for flag in _flags(row))
     return Engine(plugin=plugin, folder=folder, switches=tuple(data.get("tune", {}).get("switches", ())), **read)

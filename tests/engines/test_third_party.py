@@ -1,0 +1,203 @@
+"""An engine of another package: a real package in a folder, used from the command line, without touching Quantry's files."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FACTS = """
+name = "tiny.engine"
+about = "repeats what it is asked"
+formats = ["safetensors"]
+like = "vllm"
+
+[installation]
+distributions = ["tiny-engine"]
+
+[server]
+port = 8123
+health = "/ready"
+
+[[versions]]
+version = "1.0"
+source = "tests"
+date = 2026-11-16
+
+[[kernels]]
+name = "plain"
+when = { format = "safetensors" }
+source = "tests"
+date = 2026-11-16
+
+[[flags]]
+names = ["--model", "--port", "--name"]
+source = "tests"
+date = 2026-11-16
+"""
+ENGINE = """
+from quantry.engines.contract.boot_log import Facts, last
+from quantry.engines.contract.command import Command, Setting, check, checked, explained, maybe, refuse
+
+
+def settings(serving):
+    return [
+        Setting("--model", serving.model, "the folder"),
+        Setting("--port", serving.listening_port, "the port that it listens on"),
+        *maybe("--name", serving.name, "what requests call the model"),
+    ]
+
+
+def command(serving):
+    check(serving)
+    refuse(serving, api_key="leave it out")
+    return Command((serving.python, "-m", "tiny_engine.server", *checked(serving, settings(serving))))
+
+
+def explain(serving):
+    return explained(serving, settings(serving))
+
+
+def facts(lines):
+    version = last(r"tiny engine (\\S+)", lines)
+    return Facts(version=version.group(1) if version else None)
+"""
+SERVER = """
+import argparse, json
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+options = argparse.ArgumentParser()
+for flag in ("--model", "--port", "--name"):
+    options.add_argument(flag)
+chosen = options.parse_args()
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer({"data": [{"id": chosen.name}]})
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        words = asked["messages"][-1]["content"]
+        self.answer({"model": asked["model"], "choices": [{"message": {"role": "assistant", "content": words}}]})
+
+    def answer(self, content):
+        body = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+print("tiny engine 1.0.3", flush=True)
+HTTPServer(("127.0.0.1", int(chosen.port)), Handler).serve_forever()
+"""
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment in which the package is installed."""
+    site = tmp_path_factory.mktemp("site")
+    files = {
+        "tiny_engine/__init__.py": "",
+        "tiny_engine/repeating.py": ENGINE,
+        "tiny_engine/repeating.toml": FACTS,
+        "tiny_engine/server.py": SERVER,
+        "tiny_engine-1.0.3.dist-info/METADATA": "Metadata-Version: 2.1\nName: tiny-engine\nVersion: 1.0.3\n",
+        "tiny_engine-1.0.3.dist-info/entry_points.txt": "[quantry.engines]\ntiny = tiny_engine.repeating\n",
+    }
+    for name, text in files.items():
+        path = site / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
+    cache = tmp_path_factory.mktemp("cache")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "QUANTRY_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
+
+
+def quantry(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "quantry", *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def post(url: str, content: dict[str, Any]) -> Any:
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(content).encode())
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.loads(answer.read())
+
+
+def test_it_serves(environment: dict[str, str]) -> None:
+    """Started, found healthy, asked and stopped, by its own name with its own words."""
+    command = [sys.executable, "-m", "quantry", "serve", "demo", "--engine", "tiny.engine", "--port", "0", "--json"]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as serving:
+        assert serving.stdout
+        lines = []
+        while not lines or lines[-1] != "}\n":
+            lines.append(serving.stdout.readline())
+            assert lines[-1], serving.stderr and serving.stderr.read()
+        told = json.loads("".join(lines))
+        question = {"model": told["model"], "messages": [{"role": "user", "content": "Are you there?"}]}
+        answer = post(told["url"], question)
+        serving.send_signal(signal.SIGINT)
+        assert serving.wait(60) == 130
+    assert answer["choices"][0]["message"]["content"] == "Are you there?"
+    assert (told["engine"], told["version"], told["facts"]["version"]) == ("tiny.engine", "1.0.3", "1.0.3")
+    assert told["memory"]["weights"] > 1 << 20  # predicted as vLLM's, which it is like
+    assert told["command"][1:3] == ["-m", "tiny_engine.server"]
+    assert {"flag": "--name demo", "why": "what requests call the model"} in told["reasons"]
+    with pytest.raises(OSError, match="refused|reset"):
+        post(told["url"], question)
+
+
+def test_it_is_planned_when_it_is_asked_for(environment: dict[str, str]) -> None:
+    done = quantry(environment, "plan", "llama-3.2-1b", "--gpu", "RTX 4090", "--engine", "tiny.engine", "--json")
+    option = json.loads(done.stdout)["options"][0]
+    assert (option["engine"], option["format"], option["kernel"]) == ("tiny.engine", "safetensors", "plain")
+    assert option["commands"]["serve"][:3] == ["python", "-m", "tiny_engine.server"]
+    assert "--engine" not in option["commands"]["verify"]  # its facts name no way to score it
+
+
+def test_it_is_in_the_table_of_formats(environment: dict[str, str]) -> None:
+    rows = json.loads(quantry(environment, "matrix", "formats", "--json").stdout)[0]["rows"]
+    assert "tiny.engine" in rows["bf16"][3]["ours"]
+    assert "tiny.engine" not in rows["w4a16"][3]["ours"]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("serve", "demo", "--engine", "tiny-engine"), "unknown engine 'tiny-engine'; did you mean tiny.engine"),
+        (
+            ("serve", "demo", "--engine", "tiny.engine", "--api-key", "k"),
+            "tiny.engine 1.0.3 has no api key; leave it out",
+        ),
+        (("tune", "demo", "--engine", "tiny.engine"), "there is nothing to try on tiny.engine"),
+    ],
+)
+def test_what_its_facts_do_not_have_is_refused(
+    environment: dict[str, str], words: tuple[str, ...], problem: str
+) -> None:
+    done = quantry(environment, *words)
+    assert done.returncode == 2
+    assert problem in done.stderr
+
+
+def test_facts_that_cannot_be_read_are_named(environment: dict[str, str], tmp_path: Path) -> None:
+    shutil.copytree(environment["PYTHONPATH"].partition(os.pathsep)[0], tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "tiny_engine" / "repeating.toml"
+    file.write_text(FACTS.replace('formats = ["safetensors"]', ""), encoding="utf-8")
+    done = quantry(
+        {**environment, "PYTHONPATH": f"{tmp_path}{os.pathsep}{environment['PYTHONPATH']}"}, "matrix", "formats"
+    )
+    assert done.returncode == 2
+    assert f"the engine tiny has no valid facts in {file}" in done.stderr
+    assert "formats" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
