@@ -15,7 +15,7 @@ from quantry.engines.contract.adapter import adapter
 from quantry.engines.contract.boot_log import Facts
 from quantry.engines.contract.catalogue import Measure, engines, flags, latest, removed
 from quantry.engines.contract.command import HEAD, HERE, WORKER, Command, Step
-from quantry.engines.contract.serving import LOOKUP, Serving
+from quantry.engines.contract.options import Serving
 from quantry.errors import QuantryError, RecipeError, UnknownNameError
 
 NAMES = tuple(engines())
@@ -26,7 +26,9 @@ def serving(engine: str, **changes: Any) -> Serving:
     form = engines()[engine].formats[0]
     model = "out/model.gguf" if form == "gguf" else "out"
     platform = "cpu" if engine in ("llama.cpp", "onnxruntime", "transformers") else "cuda"
-    return replace(Serving(model, form, engine, latest(engine), platform), **changes)
+    return replace(
+        Serving(model=model, format=form, engine=engine, version=latest(engine), platform=platform), **changes
+    )
 
 
 def line(engine: str, **changes: Any) -> str:
@@ -57,7 +59,7 @@ def test_an_unknown_engine_is_answered_with_suggestions() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_setting_has_a_reason_and_is_explained(name: str) -> None:
-    asked = serving(name, context=2048, concurrency=4)
+    asked = serving(name, context=2048, parallel=4)
     rows = adapter(name).explain(asked)
     assert all(words and why for words, why in rows)
     shown = " ".join(words for words, _ in rows)
@@ -87,7 +89,7 @@ def test_the_shortest_command(name: str) -> None:
 
 def test_vllm_in_full() -> None:
     assert line(
-        "vllm", context=8192, concurrency=64, tensor_parallel=2, pipeline_parallel=2, replicas=2, dtype="float16",
+        "vllm", context=8192, parallel=64, tensor_parallel=2, pipeline_parallel=2, replicas=2, dtype="float16",
         kv="fp8", utilization=0.9, prefix_cache=True, chunked_prefill=False, batch_tokens=4096, name="m",
         quantization="fp8", eager=True, trust_remote_code=True, extra=("--seed", "1"),
     ) == (
@@ -110,8 +112,8 @@ def test_vllm_speculates_with_one_json_value() -> None:
         argv = adapter("vllm").command(serving("vllm", **changes)).argv
         return json.loads(argv[argv.index("--speculative-config") + 1])
 
-    assert told(speculative="draft") == {"method": "draft_model", "model": "draft", "num_speculative_tokens": 5}
-    assert told(speculative=LOOKUP, draft_tokens=3) == {
+    assert told(draft="draft") == {"method": "draft_model", "model": "draft", "num_speculative_tokens": 5}
+    assert told(lookup=True, draft_tokens=3) == {
         "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4,
     }  # fmt: skip
 
@@ -130,8 +132,8 @@ def test_vllm_on_several_nodes_has_steps_for_each() -> None:
 
 def test_llama_cpp_in_full() -> None:
     assert line(
-        "llama.cpp", platform="cuda", context=4096, concurrency=4, kv="q8_0", threads=6, offload_layers=20, name="m",
-        speculative="small.gguf", draft_tokens=8, prefix_cache=False, batch_tokens=512,
+        "llama.cpp", platform="cuda", context=4096, parallel=4, kv="q8_0", threads=6, offload_layers=20, name="m",
+        draft="small.gguf", draft_tokens=8, prefix_cache=False, batch_tokens=512,
     ) == (
         "llama-server --model out/model.gguf --host 127.0.0.1 --port 8080 --ctx-size 16384 --parallel 4 --batch-size 512 "
         "--threads 6 --n-gpu-layers 20 --flash-attn on --cache-type-k q8_0 --cache-type-v q8_0 --no-cache-prompt "
@@ -148,30 +150,30 @@ def test_llama_cpp_is_told_how_much_of_finished_prompts_to_keep() -> None:
 def test_llama_cpp_never_looks_for_more_than_it_guesses(asked: int | None, match: int, guesses: int) -> None:
     """With guesses shorter than the run that must match, ngram-simple drafts nothing."""
     told = f"--spec-type ngram-simple --spec-ngram-simple-size-n {match} --spec-ngram-simple-size-m {guesses} "
-    assert told in line("llama.cpp", speculative=LOOKUP, draft_tokens=asked)
+    assert told in line("llama.cpp", lookup=True, draft_tokens=asked)
 
 
 def test_transformers_names_a_gguf_by_folder_and_file() -> None:
     assert line("transformers", format="gguf", model="/out/m.gguf").startswith("transformers serve /out:m.gguf ")
     assert line("transformers", python="/e/bin/python").startswith("/e/bin/transformers serve ")
-    assert "--continuous-batching" in line("transformers", concurrency=2)
-    assert "--continuous-batching" not in line("transformers", concurrency=1)
+    assert "--continuous-batching" in line("transformers", parallel=2)
+    assert "--continuous-batching" not in line("transformers", parallel=1)
 
 
 def test_tensorrt_llm_by_version() -> None:
     """What has no flag is in a file, under the names of the version; engines are built up to 1.2."""
     new = adapter("tensorrt-llm").command(
-        serving("tensorrt-llm", version="1.3.0rc27", kv="fp8", prefix_cache=True, speculative="draft")
+        serving("tensorrt-llm", version="1.3.0rc27", kv="fp8", prefix_cache=True, draft="draft")
     )
     assert new.argv[-2:] == ("--extra_llm_api_options", "trtllm.yaml")
     assert new.files["trtllm.yaml"] == (
         "kv_cache_config:\n  dtype: fp8\n  enable_block_reuse: true\nspeculative_config:\n"
         '  decoding_type: Draft_Target\n  max_draft_len: 4\n  speculative_model: "draft"\n'
     )
-    old = adapter("tensorrt-llm").command(serving("tensorrt-llm", version="1.2.1", speculative="draft"))
+    old = adapter("tensorrt-llm").command(serving("tensorrt-llm", version="1.2.1", draft="draft"))
     assert 'speculative_model_dir: "draft"' in old.files["trtllm.yaml"]
     built = adapter("tensorrt-llm").command(
-        serving("tensorrt-llm", version="1.2.1", format="tensorrt-llm", context=4096, concurrency=8, tensor_parallel=2)
+        serving("tensorrt-llm", version="1.2.1", format="tensorrt-llm", context=4096, parallel=8, tensor_parallel=2)
     )
     assert [shlex.join(step.argv) for step in built.steps] == [
         "trtllm-build --checkpoint_dir out --output_dir out-engine --max_seq_len 4096 --max_batch_size 8 "
@@ -187,8 +189,8 @@ def test_tensorrt_llm_by_version() -> None:
 
 def test_tgi_and_deepspeed_in_full() -> None:
     assert line(
-        "tgi", context=4096, concurrency=16, tensor_parallel=2, dtype="float16", kv="fp8_e5m2", quantization="fp8",
-        batch_tokens=2048, utilization=0.8, speculative=LOOKUP, prefix_cache=False, trust_remote_code=True,
+        "tgi", context=4096, parallel=16, tensor_parallel=2, dtype="float16", kv="fp8_e5m2", quantization="fp8",
+        batch_tokens=2048, utilization=0.8, lookup=True, prefix_cache=False, trust_remote_code=True,
     ) == (
         "env PREFIX_CACHING=false text-generation-launcher --model-id out --hostname 127.0.0.1 --port 8000 "
         "--max-input-tokens 4095 --max-total-tokens 4096 --max-concurrent-requests 16 --num-shard 2 --dtype float16 "
@@ -215,7 +217,7 @@ def test_onnx_is_built_first() -> None:
 
 def test_ollama_has_a_modelfile_and_makes_the_model_once_it_answers() -> None:
     command = adapter("ollama").command(
-        serving("ollama", model="My-Model/x.gguf", context=4096, concurrency=2, kv="q8_0", host="::1", port=99)
+        serving("ollama", model="My-Model/x.gguf", context=4096, parallel=2, kv="q8_0", host="::1", port=99)
     )
     assert command.argv == ("ollama", "serve")
     assert command.env == {
@@ -284,7 +286,7 @@ def test_a_key_is_used_and_never_shown(name: str) -> None:
         ({"port": 0}, "port 0 is not one of 1 to 65535"),
         ({"port": 70_000}, "port 70000"),
         ({"context": 0}, "context is 0, and must be 1 or more"),
-        ({"concurrency": -1}, "concurrency is -1"),
+        ({"parallel": -1}, "parallel is -1"),
         ({"tensor_parallel": 0}, "tensor parallel is 0"),
         ({"utilization": 1.5}, r"utilization 1.5 is not in \(0, 1\]"),
         ({"format": "gguf2"}, "vllm does not load gguf2 .it loads compressed-tensors"),
@@ -306,28 +308,31 @@ def test_what_is_refused_says_value_limit_and_fix(changes: dict[str, Any], said:
 
 VALUES: dict[str, tuple[Any, ...]] = {
     "host": ("127.0.0.1", "::1", "0.0.0.0"), "port": (None, 8001), "api_key": (None, KEY), "name": (None, "m"),
-    "context": (None, 2048), "concurrency": (None, 1, 8), "prefix_cache": (None, True, False),
-    "chunked_prefill": (None, True, False), "batch_tokens": (None, 512), "speculative": (None, LOOKUP, "draft"),
+    "context": (None, 2048), "parallel": (None, 1, 8), "prefix_cache": (None, True, False),
+    "chunked_prefill": (None, True, False), "batch_tokens": (None, 512), "draft": (None, "draft"), "lookup": (False, True),
     "draft_tokens": (None, 4), "tensor_parallel": (1, 2), "pipeline_parallel": (1, 2), "replicas": (1, 2),
     "offload_layers": (None, 5), "threads": (None, 2), "utilization": (None, 0.5), "cache_gib": (None, 2),
     "eager": (False, True), "prompt_cache_mib": (None, 64), "trust_remote_code": (False, True), "platform": ("cpu", "cuda"), "bits": (None, 4),
     "nodes": (1, 2), "head": ("10.0.0.1",), "python": ("python", "/e/python"), "built": (None, "kept"), "extra": ((), ("--of-its-own", "1")),
-    "kv": ("auto", "fp8", "q8_0", "fp8_e5m2"), "dtype": (None, "float16"), "quantization": (None, "fp8", "int4"),
+    "kv": (None, "fp8", "q8_0", "fp8_e5m2"), "dtype": (None, "float16"), "quantization": (None, "fp8", "int4"),
 }  # fmt: skip
 
 
+DECIDED = {
+    "model", "format", "engine", "version", "engine_python", "engine_bin", "engine_version", "image",
+}  # fmt: skip
 PLACES = {"platform", "python", "bits", "head", "built", "prompt_cache_mib"}  # what is so, not what is asked for
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_all_that_is_asked_for_is_said_or_refused(name: str) -> None:
     """One field at a time, then many at random: a command has a new word for it, or there is an error; no third way."""
-    assert set(VALUES) == {field.name for field in fields(Serving)} - {"model", "format", "engine", "version"}
+    assert set(VALUES) == {field.name for field in fields(Serving)} - DECIDED
     quiet: set[tuple[str, object]] = (
         {("chunked_prefill", True), ("chunked_prefill", False)} if name in ("llama.cpp", "tensorrt-llm") else set()
     )
-    quiet |= {("concurrency", 1), ("concurrency", 8)} if name in ("deepspeed", "onnxruntime") else set()
-    quiet |= {("context", 2048), ("concurrency", 1)} if name == "transformers" else set()
+    quiet |= {("parallel", 1), ("parallel", 8)} if name in ("deepspeed", "onnxruntime") else set()
+    quiet |= {("context", 2048), ("parallel", 1)} if name == "transformers" else set()
     plain = line(name)
     for field, values in VALUES.items():
         for value in values[1:]:

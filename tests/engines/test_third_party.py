@@ -139,7 +139,7 @@ def test_it_serves(environment: dict[str, str]) -> None:
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as serving:
         assert serving.stdout
-        lines = []
+        lines: list[str] = []
         while not lines or lines[-1] != "}\n":
             lines.append(serving.stdout.readline())
             assert lines[-1], serving.stderr and serving.stderr.read()

@@ -33,12 +33,11 @@ from hypothesis import strategies as st
 from environment import CACHE, ensure
 from quantry.blockwise import walk
 from quantry.engines.contract.adapter import adapter
-from quantry.engines.contract.serving import Serving
+from quantry.engines.contract.options import Options, Serving
 from quantry.errors import QuantryError
 from quantry.models.reader import local_folder
 from quantry.proof import sources
 from quantry.serving import onnx_server, process
-from quantry.serving.options import Options
 from quantry.serving.prepare import prepare, serve
 from quantry.serving.process import Launch, Running
 
@@ -58,7 +57,7 @@ PRECISIONS = ("fp32", "int8", "int4")
 
 def serving(folder: Path, **more: Any) -> Serving:
     usual: dict[str, Any] = {"version": "0.18.0", "platform": "cpu", "threads": 1, "python": str(ensure("onnxruntime"))}
-    return Serving(str(folder), engine="onnxruntime", **{"format": "onnx", **usual, **more})
+    return Serving(model=str(folder), engine="onnxruntime", **{"format": "onnx", **usual, **more})
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import pytest
 from environment import HERE, ensure
 from quantry.engines.contract.adapter import adapter
 from quantry.engines.contract.catalogue import flags
-from quantry.engines.contract.serving import LOOKUP, Serving
+from quantry.engines.contract.options import LOOKUP, Serving
 
 pytestmark = pytest.mark.engines
 
@@ -32,12 +32,13 @@ CHOICES: dict[str, dict[str, tuple[Any, ...]]] = {
         "api_key": (None, "a key with spaces"),
         "name": (None, "my-model"),
         "context": (None, 512, 131_072),
-        "concurrency": (None, 1, 256),
-        "kv": ("auto", "fp8", "fp8_e5m2", "int8_per_token_head", "nvfp4"),
+        "parallel": (None, 1, 256),
+        "kv": (None, "fp8", "fp8_e5m2", "int8_per_token_head", "nvfp4"),
         "prefix_cache": (None, True, False),
         "chunked_prefill": (None, True, False),
         "batch_tokens": (None, 8192),
-        "speculative": (None, LOOKUP, "some/draft model"),
+        "lookup": (False, True),
+        "draft": (None, "some/draft model"),
         "draft_tokens": (None, 3),
         "tensor_parallel": (1, 2),
         "pipeline_parallel": (1, 4),
@@ -55,7 +56,7 @@ CHOICES: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "transformers": {
         "format": ("bitsandbytes", "compressed-tensors", "gptq", "awq", "safetensors", "gguf"),
-        "concurrency": (None, 1, 8),
+        "parallel": (None, 1, 8),
         "context": (None, 512),
         "batch_tokens": (None, 4096),
         "threads": (None, 2),
@@ -71,12 +72,13 @@ CHOICES: dict[str, dict[str, tuple[Any, ...]]] = {
         "api_key": (None, "a key with spaces"),
         "name": (None, "my-model"),
         "context": (None, 512, 8192),
-        "concurrency": (None, 1, 16),
-        "kv": ("auto", "q8_0", "q4_0", "f16", "bf16"),
+        "parallel": (None, 1, 16),
+        "kv": (None, "q8_0", "q4_0", "f16", "bf16"),
         "prefix_cache": (None, True, False),
         "chunked_prefill": (None, True),
         "batch_tokens": (None, 1024),
-        "speculative": (None, LOOKUP, "draft model.gguf"),
+        "lookup": (False, True),
+        "draft": (None, "draft model.gguf"),
         "draft_tokens": (None, 5),
         "offload_layers": (None, 0, 12),
         "threads": (None, 3),
@@ -98,7 +100,8 @@ def cases(engine: str) -> list[Serving]:
 
 def _sound(row: dict[str, Any]) -> dict[str, Any]:
     """Without what the other choices leave no place for."""
-    left_out = set() if row.get("speculative") else {"draft_tokens"}
+    left_out = set() if row.get("draft") or row.get("lookup") else {"draft_tokens"}
+    left_out |= {"draft"} if row.get("lookup") else set()
     left_out |= {"threads", "cache_gib"} if row.get("platform", "cpu") != "cpu" and "eager" in row else set()
     return {name: value for name, value in row.items() if name not in left_out}
 
@@ -190,7 +193,7 @@ def test_vllm_reads_what_was_meant() -> None:
         read = answer["read"]
         assert "a folder" in (read["model"], read["model_tag"])
         assert (read["host"], read["port"]) == (serving.host, serving.port or 8000)
-        assert (read["max_model_len"], read["max_num_seqs"]) == (serving.context, serving.concurrency)
+        assert (read["max_model_len"], read["max_num_seqs"]) == (serving.context, serving.parallel)
         assert read["kv_cache_dtype"] == serving.kv
         assert read["enable_prefix_caching"] == serving.prefix_cache
         assert read["enable_chunked_prefill"] == serving.chunked_prefill
@@ -222,12 +225,12 @@ def test_llama_cpp_reads_what_was_meant() -> None:
         assert read["port"] == (serving.port or 8080)
         assert read["endpoint_metrics"] is True
         if serving.context:
-            assert read["n_ctx"] == serving.context * (serving.concurrency or 1)
-        if serving.concurrency:
-            assert read["n_parallel"] == serving.concurrency
+            assert read["n_ctx"] == serving.context * (serving.parallel or 1)
+        if serving.parallel:
+            assert read["n_parallel"] == serving.parallel
         if serving.platform != "cpu":
             assert read["n_gpu_layers"] == (999 if serving.offload_layers is None else serving.offload_layers)
-        if serving.kv != "auto":
+        if serving.kv:
             assert serving.kv in read["k"].lower()
             assert serving.kv in read["v"].lower()
         if serving.threads:
@@ -240,7 +243,7 @@ def test_transformers_reads_what_was_meant() -> None:
     for serving, answer in zip(cases("transformers"), answered("transformers")["answers"], strict=False):
         read = answer["read"]
         assert (read["host"], read["port"]) == (serving.host, serving.port or 8000)
-        assert read["continuous_batching"] == bool(serving.concurrency and serving.concurrency > 1)
+        assert read["continuous_batching"] == bool(serving.parallel and serving.parallel > 1)
         assert read["quantization"] == serving.quantization
         assert read["trust_remote_code"] == serving.trust_remote_code
         assert read["cb_max_memory_percent"] == serving.utilization

@@ -19,9 +19,9 @@ import pytest
 
 import quantry
 from environment import ensure
+from quantry.engines.contract.options import Options
 from quantry.errors import QuantryError
 from quantry.jobs.load.metrics import Watch, parse
-from quantry.serving.options import Options
 from quantry.serving.prepare import prepare, serve
 from quantry.serving.process import EngineError, Running
 from test_engines import reference

@@ -22,7 +22,7 @@ import pytest
 import quantry
 from quantry import devices
 from quantry.engines.contract.command import Command, Step
-from quantry.engines.contract.serving import Serving
+from quantry.engines.contract.options import Options, Serving
 from quantry.errors import QuantryError
 from quantry.planning.memory.footprint import Settings, footprint
 from quantry.planning.models import find_model
@@ -31,7 +31,6 @@ from quantry.report.sizes import human
 from quantry.serving import container, embedded, process, select
 from quantry.serving.cores import physical_cores
 from quantry.serving.fit import CONTEXT, fitted
-from quantry.serving.options import Options
 from quantry.serving.prepare import prepare, serve
 from quantry.serving.process import EngineError, Launch, Running
 from quantry.types import Workload
@@ -589,13 +588,13 @@ def large(**more: Any) -> tuple[select.ServedModel, Serving]:
     """Llama 3.1 8B in 16 bit: 15 GiB of weights and 128 KiB a token."""
     checkpoint = planned_model("llama-3.1-8b")
     model = select.ServedModel("llama-3.1-8b", Path("m"), "safetensors", "m", checkpoint)
-    return model, Serving("m", "safetensors", "vllm", "0.32.0", platform="cuda", **more)
+    return model, Serving(model="m", format="safetensors", engine="vllm", version="0.32.0", platform="cuda", **more)
 
 
 def test_memory_that_is_not_there() -> None:
     assert find_model("llama-3.1-8b")
     machine = devices.hardware("RTX 4090")
-    model, serving = large(context=65536, concurrency=4)
+    model, serving = large(context=65536, parallel=4)
     needed = footprint(
         planned_model("llama-3.1-8b"), None, "vllm", Workload(65536, 4), device=machine.device, version="0.32.0",
         settings=Settings(sequences=4),
@@ -605,7 +604,7 @@ def test_memory_that_is_not_there() -> None:
     for part in (needed.weights, needed.kv_cache, needed.per_device):
         assert human(part) in str(caught.value)
     words = str(caught.value).partition("this would fit: ")[2].split()
-    names = {"--context": "context", "--parallel": "concurrency", "--kv": "kv"}
+    names = {"--context": "context", "--parallel": "parallel", "--kv": "kv"}
     change: dict[str, Any] = {
         names[flag]: value if flag == "--kv" else int(value)
         for flag, value in zip(words[::2], words[1::2], strict=True)
@@ -617,7 +616,7 @@ def test_memory_that_is_not_there() -> None:
 
 
 def test_a_context_is_chosen_that_fits() -> None:
-    model, serving = large(concurrency=32)
+    model, serving = large(parallel=32)
     roomy, _ = fitted(serving, model, devices.hardware("H100"))
     tight, needed = fitted(serving, model, devices.hardware("RTX 4090"))
     assert roomy.context == CONTEXT
@@ -631,7 +630,7 @@ def test_a_context_is_chosen_that_fits() -> None:
 def test_finished_prompts_get_half_of_the_room_that_is_left() -> None:
     """llama.cpp would keep 8 GiB of them; where there is more than twice that, it is left alone."""
     model = select.ServedModel("llama-3.1-8b", Path("m"), "gguf", "m", planned_model("llama-3.1-8b"))
-    serving = Serving("m", "gguf", "llama.cpp", "b11549", context=8192, concurrency=1)
+    serving = Serving(model="m", format="gguf", engine="llama.cpp", version="b11549", context=8192, parallel=1)
     machine = devices.hardware("cpu")
 
     def kept(gib_free: int) -> int | None:

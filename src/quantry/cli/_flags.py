@@ -14,9 +14,6 @@ from typer.core import TyperCommand
 
 from quantry import registry
 
-Extra = Annotated[
-    list[str] | None, typer.Argument(metavar="[-- ENGINE FLAGS]", help="Words for the engine itself, after `--`.")
-]
 PromptTokens = Annotated[
     str, typer.Option(help="Tokens of a prompt: 256, or a distribution as 256,stdev=64,min=16,max=512.")
 ]
@@ -30,14 +27,9 @@ GuidellmPython = Annotated[
     Path | None, typer.Option(help="The python of the environment that guidellm is installed in.")
 ]
 Context = Annotated[int | None, typer.Option(help="Tokens a sequence may reach.")]
-Threads = Annotated[int | None, typer.Option(help="Threads on the processor; its free physical cores if left out.")]
-Utilization = Annotated[float | None, typer.Option(help="Share of a device's memory that may be filled.")]
-CacheGib = Annotated[int | None, typer.Option(help="GiB of the KV cache (vllm on a processor).")]
 EnginePython = Annotated[
     Path | None, typer.Option(help="The python of the environment that the engine is installed in.")
 ]
-EngineBin = Annotated[Path | None, typer.Option(help="The engine's program, such as a llama-server of yours.")]
-Image = Annotated[str | None, typer.Option(help="Run the engine from this container image.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 Checkpoint = Annotated[str, typer.Argument(help="A folder, a hub id (owner/name) or the word demo.")]

@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from quantry.cli._flags import AnswerTokens, Chat, Dataset, GuidellmPython, Json, PromptTokens, Tokenizer
+from quantry.engines.contract.options import API_KEY
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from quantry.jobs.load.bench import Bench
     from quantry.jobs.load.results import Level, Spread
-
-KEY = "QUANTRY_API_KEY"
 
 
 def command(
@@ -39,7 +38,7 @@ def command(
     tokenizer: Tokenizer = None,
     chat: Chat = False,
     api_key: Annotated[
-        str | None, typer.Option(envvar=KEY, help="Key of the server; better in the environment.")
+        str | None, typer.Option(envvar=API_KEY, help="Key of the server; better in the environment.")
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder for bench.json and bench.html.")] = None,
     guidellm_python: GuidellmPython = None,

@@ -1,27 +1,13 @@
 """`quantry tune`: measures an engine's switches under a load, and says what to serve with."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantry.cli._flags import (
-    AnswerTokens,
-    CacheGib,
-    Chat,
-    Context,
-    Dataset,
-    EngineBin,
-    EnginePython,
-    Extra,
-    GuidellmPython,
-    Image,
-    Json,
-    PromptTokens,
-    Threads,
-    Tokenizer,
-    Utilization,
-)
+from quantry.cli._flags import AnswerTokens, Chat, Dataset, GuidellmPython, Json, PromptTokens, Tokenizer
+from quantry.cli._options import takes
+from quantry.engines.contract.options import Options
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -29,13 +15,16 @@ if TYPE_CHECKING:
     from quantry.jobs.load.choice import Trial
     from quantry.jobs.load.tune import Tuned
 
+SHARED = (
+    "engine", "context", "parallel", "threads", "tensor_parallel", "utilization", "cache_gib", "engine_python",
+    "engine_bin", "image", "extra",
+)  # fmt: skip
 
+
+@takes(Options, *SHARED)
 def command(
     artefact: Annotated[str, typer.Argument(help="A folder, a .gguf file, a hub id (owner/name) or demo.")],
-    extra: Extra = None,
-    engine: Annotated[
-        str | None, typer.Option(help="llama.cpp, vllm, ...; the one that suits the artefact if left out.")
-    ] = None,
+    options: dict[str, Any],
     prompt_tokens: PromptTokens = "256",
     answer_tokens: AnswerTokens = "128",
     concurrency: Annotated[int, typer.Option(help="Requests at once.")] = 4,
@@ -62,15 +51,6 @@ def command(
     others: Annotated[
         list[str] | None, typer.Option(help="Another artefact of the same model to try in its place. [repeatable]")
     ] = None,
-    context: Context = None,
-    parallel: Annotated[int | None, typer.Option(help="Sequences at the same time, to begin with.")] = None,
-    threads: Threads = None,
-    tensor_parallel: Annotated[int | None, typer.Option(help="Devices that share every layer.")] = None,
-    utilization: Utilization = None,
-    cache_gib: CacheGib = None,
-    engine_python: EnginePython = None,
-    engine_bin: EngineBin = None,
-    image: Image = None,
     guidellm_python: GuidellmPython = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Folder for tune.json and the engines' logs.")
@@ -90,10 +70,7 @@ def command(
             requests=requests, shared_prefix=shared_prefix, dataset=dataset, tokenizer=tokenizer, chat=chat,
             slo=dict(parse_limit(one) for words in slo or () for one in words.split(",")),
             switches=None if switches is None else switches.split(","), draft=draft, others=tuple(others or ()),
-            output=output, guidellm_python=guidellm_python, progress=progress, engine=engine, context=context,
-            parallel=parallel, threads=threads, tensor_parallel=tensor_parallel, utilization=utilization,
-            cache_gib=cache_gib, engine_python=engine_python, engine_bin=engine_bin, image=image,
-            extra=tuple(extra or ()) or None,
+            output=output, guidellm_python=guidellm_python, progress=progress, **options,
         )  # fmt: skip
     if json:
         from json import dumps

@@ -14,7 +14,7 @@ from quantry.engines.contract.command import (
     secrets,
     several,
 )
-from quantry.engines.contract.serving import Serving
+from quantry.engines.contract.options import Serving
 
 
 def settings(serving: Serving) -> list[Setting]:

@@ -15,7 +15,7 @@ from quantry.engines.contract.command import (
     secrets,
     switch,
 )
-from quantry.engines.contract.serving import LOOKUP, Serving
+from quantry.engines.contract.options import LOOKUP, Serving
 
 ALL_LAYERS = 999
 # Lookup, measured with a 135M model in Q8_0 on a CPU: repeating a text, editing code, rewriting, extracting lines; 395
@@ -100,10 +100,10 @@ def _refuse(serving: Serving) -> None:
 
 
 def _slots(serving: Serving) -> list[Setting]:
-    tokens = serving.context and serving.context * (serving.concurrency or 1)
+    tokens = serving.context and serving.context * (serving.parallel or 1)
     return [
         *maybe("--ctx-size", tokens, "tokens of all slots together: the context times the sequences"),
-        *maybe("--parallel", serving.concurrency, "slots: sequences that are answered at once; more wait"),
+        *maybe("--parallel", serving.parallel, "slots: sequences that are answered at once; more wait"),
         *maybe("--batch-size", serving.batch_tokens, "tokens of one step"),
         *maybe("--threads", serving.threads, "threads that compute: more than free cores slow it down"),
     ]
@@ -127,7 +127,7 @@ def _cache(serving: Serving) -> list[Setting]:
     found += maybe(
         "--cache-ram", serving.prompt_cache_mib, "MiB for prompts that are finished; by itself it would take 8192"
     )
-    if serving.kv == "auto":
+    if serving.kv is None:
         return found
     return [
         Setting("--flash-attn", "on", "a quantized cache of values needs it"),

@@ -17,7 +17,7 @@ from quantry.engines.contract.command import (
     maybe,
     refuse,
 )
-from quantry.engines.contract.serving import Serving
+from quantry.engines.contract.options import Serving
 from quantry.errors import RecipeError
 
 MODELFILE = "Modelfile"
@@ -27,13 +27,12 @@ def settings(serving: Serving) -> list[Setting]:
     """The server is told by its environment, the model by its Modelfile."""
     host = f"[{serving.host}]" if serving.host.count(":") > 1 else serving.host  # IPv6
     address = f"{host}:{serving.listening_port}"
-    small = serving.kv != "auto"
     return [
         Setting("OLLAMA_HOST=", address, "where it listens, and where ollama create finds it"),
         *maybe("OLLAMA_CONTEXT_LENGTH=", serving.context, "tokens of one sequence"),
-        *maybe("OLLAMA_NUM_PARALLEL=", serving.concurrency, "sequences that are answered at once"),
-        *maybe("OLLAMA_FLASH_ATTENTION=", 1 if small else None, "a quantized cache needs it"),
-        *maybe("OLLAMA_KV_CACHE_TYPE=", serving.kv if small else None, "a smaller KV cache holds more tokens"),
+        *maybe("OLLAMA_NUM_PARALLEL=", serving.parallel, "sequences that are answered at once"),
+        *maybe("OLLAMA_FLASH_ATTENTION=", 1 if serving.kv else None, "a quantized cache needs it"),
+        *maybe("OLLAMA_KV_CACHE_TYPE=", serving.kv, "a smaller KV cache holds more tokens"),
     ]
 
 

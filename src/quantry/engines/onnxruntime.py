@@ -15,7 +15,7 @@ from quantry.engines.contract.command import (
     refuse,
     secrets,
 )
-from quantry.engines.contract.serving import Serving
+from quantry.engines.contract.options import Serving
 
 BUILT = "onnx"
 MARK = "genai_config.json"  # the last file that the builder writes
@@ -93,17 +93,12 @@ def _precision(serving: Serving) -> str:
 
 
 def _build(serving: Serving) -> Step:
-    words = checked(_plain(serving), builder(serving))
+    words = checked(serving.plain(), builder(serving))  # without words for the server
     return Step(
         (serving.python, "-m", "onnxruntime_genai.models.builder", *words),
         "the ONNX model, from the checkpoint",
         makes=f"{folder(serving)}/{MARK}",
     )
-
-
-def _plain(serving: Serving) -> Serving:
-    """Without the words that are for the server."""
-    return Serving(serving.model, serving.format, serving.engine, serving.version)
 
 
 def _refuse(serving: Serving) -> None:

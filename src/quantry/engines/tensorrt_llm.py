@@ -16,7 +16,7 @@ from quantry.engines.contract.command import (
     several,
     switch,
 )
-from quantry.engines.contract.serving import LOOKUP, Serving
+from quantry.engines.contract.options import LOOKUP, Serving
 from quantry.errors import RecipeError
 
 CONVERTED = "tensorrt-llm"  # what its own converters write: rank0.safetensors and on
@@ -31,7 +31,7 @@ def settings(serving: Serving) -> list[Setting]:
         Setting("--host", serving.host, "the address that it listens on"),
         Setting("--port", serving.listening_port, "the port that it listens on"),
         *maybe("--max_seq_len", serving.context, "the longest sequence, prompt and answer"),
-        *maybe("--max_batch_size", serving.concurrency, "sequences that are answered at once; more wait"),
+        *maybe("--max_batch_size", serving.parallel, "sequences that are answered at once; more wait"),
         *several("--tp_size", serving.tensor_parallel, "every layer is cut into as many parts, one a device"),
         *several("--pp_size", serving.pipeline_parallel, "layers are shared out over as many stages"),
         *maybe("--max_num_tokens", serving.batch_tokens, "tokens of one step, of prompts and answers together"),
@@ -82,7 +82,7 @@ def facts(lines: Iterable[str]) -> Facts:
 def config(serving: Serving) -> str:
     """The YAML file of what the command line has no flags for; empty if there is nothing."""
     cache = {
-        "dtype": None if serving.kv == "auto" else serving.kv,
+        "dtype": serving.kv,
         "enable_block_reuse": None if serving.prefix_cache is None else str(serving.prefix_cache).lower(),
     }
     return _yaml("kv_cache_config", cache) + _yaml("speculative_config", _guessing(serving))
@@ -120,12 +120,12 @@ def _build(serving: Serving) -> Step:
         Setting("--checkpoint_dir", serving.model, ""),
         Setting("--output_dir", _engine(serving), ""),
         *maybe("--max_seq_len", serving.context, ""),
-        *maybe("--max_batch_size", serving.concurrency, ""),
+        *maybe("--max_batch_size", serving.parallel, ""),
         *maybe("--max_num_tokens", serving.batch_tokens, ""),
         Setting("--gemm_plugin", "auto", ""),
         *several("--workers", serving.tensor_parallel * serving.pipeline_parallel, ""),
     ]
-    plain = Serving(serving.model, serving.format, serving.engine, serving.version)  # without words for the server
+    plain = serving.plain()  # without words for the server
     return Step(("trtllm-build", *checked(plain, words)), "the engine, with its sizes fixed; takes minutes")
 
 

@@ -16,7 +16,7 @@ from quantry.engines.contract.command import (
     several,
     switch,
 )
-from quantry.engines.contract.serving import LOOKUP, Serving
+from quantry.engines.contract.options import LOOKUP, Serving
 
 GUESSES = 2  # tokens guessed at a time where nobody says
 
@@ -30,12 +30,10 @@ def settings(serving: Serving) -> list[Setting]:
         Setting("--port", serving.listening_port, "the port that it listens on"),
         *maybe("--max-input-tokens", longest, "the longest prompt: one token is left for the answer"),
         *maybe("--max-total-tokens", serving.context, "the longest sequence, prompt and answer"),
-        *maybe("--max-concurrent-requests", serving.concurrency, "requests that are taken at once; more are refused"),
+        *maybe("--max-concurrent-requests", serving.parallel, "requests that are taken at once; more are refused"),
         *several("--num-shard", serving.tensor_parallel, "every layer is cut into as many parts, one a device"),
         *maybe("--dtype", serving.dtype, "the type of activations"),
-        *maybe(
-            "--kv-cache-dtype", None if serving.kv == "auto" else serving.kv, "a smaller KV cache holds more tokens"
-        ),
+        *maybe("--kv-cache-dtype", serving.kv, "a smaller KV cache holds more tokens"),
         *maybe("--quantize", serving.quantization, "16-bit weights are quantized as they are loaded"),
         *maybe("--max-batch-prefill-tokens", serving.batch_tokens, "tokens of prompts in one step"),
         *maybe("--cuda-memory-fraction", serving.utilization, "the share of each device that it may fill"),

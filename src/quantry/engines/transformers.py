@@ -16,11 +16,11 @@ from quantry.engines.contract.command import (
     refuse,
     switch,
 )
-from quantry.engines.contract.serving import Serving
+from quantry.engines.contract.options import Serving
 
 
 def settings(serving: Serving) -> list[Setting]:
-    many = serving.concurrency is not None and serving.concurrency > 1
+    many = serving.parallel is not None and serving.parallel > 1
     return [
         Setting("--host", serving.host, "the address that it listens on"),
         Setting("--port", serving.listening_port, "the port that it listens on"),

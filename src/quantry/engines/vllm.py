@@ -22,7 +22,7 @@ from quantry.engines.contract.command import (
     several,
     switch,
 )
-from quantry.engines.contract.serving import LOOKUP, Serving
+from quantry.engines.contract.options import LOOKUP, Serving
 from quantry.errors import RecipeError
 
 GUESSES = 5  # tokens guessed at a time where nobody says
@@ -38,12 +38,10 @@ def settings(serving: Serving) -> list[Setting]:
         *maybe(
             "--max-model-len", serving.context, "the longest sequence, prompt and answer; fewer tokens leave more room"
         ),
-        *maybe("--max-num-seqs", serving.concurrency, "sequences that are answered at once; more wait"),
+        *maybe("--max-num-seqs", serving.parallel, "sequences that are answered at once; more wait"),
         *_spread(serving),
         *maybe("--dtype", serving.dtype, "the type of activations, where the device lacks the model's own"),
-        *maybe(
-            "--kv-cache-dtype", None if serving.kv == "auto" else serving.kv, "a smaller KV cache holds more tokens"
-        ),
+        *maybe("--kv-cache-dtype", serving.kv, "a smaller KV cache holds more tokens"),
         *_memory(serving),
         *_schedule(serving),
         *_guessing(serving),

@@ -21,7 +21,7 @@ from quantry.devices.detect import detect
 from quantry.engines.contract.adapter import adapter
 from quantry.engines.contract.catalogue import engine as engine_facts
 from quantry.engines.contract.catalogue import usual
-from quantry.engines.contract.serving import Serving
+from quantry.engines.contract.options import Serving
 from quantry.errors import CheckpointError, OutputError, QuantryError
 from quantry.models.already_quantized import weights_of
 from quantry.models.attention import block_count, context_length
@@ -262,7 +262,7 @@ def _command(folder: Path, checkpoint: Checkpoint, told: Mapping[str, Any], engi
         return ""
     ggufs = sorted(name for name in checkpoint.files if name.endswith(".gguf"))
     facts = engine_facts(engine)
-    kv = facts.kv_cache.recipes.get(str(_recipe(told).get("kv")), "auto")
+    kv = facts.kv_cache.recipes.get(str(_recipe(told).get("kv")))
     platform = device.platform
     name = folder.resolve().name
     asked = Serving(
@@ -272,7 +272,7 @@ def _command(folder: Path, checkpoint: Checkpoint, told: Mapping[str, Any], engi
         version=facts.latest,
         platform=platform,
         context=_context(checkpoint),
-        concurrency=1,
+        parallel=1,
         kv=kv,
         cache_gib=1 if platform == "cpu" and "cache_gib" in facts.plan.options else None,
         bits=known.scheme.weight.bits,

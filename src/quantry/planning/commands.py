@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quantry.engines.contract.adapter import adapter
 from quantry.engines.contract.catalogue import engine
-from quantry.engines.contract.serving import Serving
+from quantry.engines.contract.options import Serving
 from quantry.quantizing.recipe import CAST, Preset, presets
 
 
@@ -99,8 +99,8 @@ def asked(serving: Planned) -> Serving:
         version=serving.version,
         platform=serving.platform,
         context=serving.context,
-        concurrency=serving.concurrency,
-        kv=serving.kv,
+        parallel=serving.concurrency,
+        kv=None if serving.kv == "auto" else serving.kv,
         tensor_parallel=serving.tensor_parallel if cuts else 1,
         pipeline_parallel=serving.pipeline_parallel if cuts else 1,
         replicas=serving.replicas if facts.copies else 1,

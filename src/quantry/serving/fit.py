@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from quantry.devices import Hardware
 from quantry.engines.contract.catalogue import engine
-from quantry.engines.contract.serving import Serving
+from quantry.engines.contract.options import Serving
 from quantry.errors import QuantryError
 from quantry.planning.memory.footprint import Deployment, Settings, footprint_of, room
 from quantry.report.sizes import human
@@ -58,9 +58,9 @@ def _deployment(serving: Serving, model: ServedModel, hardware: Hardware) -> Dep
     device = hardware.cpu if serving.platform == "cpu" else hardware.device
     if device.kind != "gpu" and device.free is not None:  # shared with everything else that runs
         device = replace(device, usable=min(device.usable, device.free))
-    settings = Settings(tokens=serving.batch_tokens, sequences=serving.concurrency, utilization=serving.utilization)
+    settings = Settings(tokens=serving.batch_tokens, sequences=serving.parallel, utilization=serving.utilization)
     return Deployment(
-        model.checkpoint, None, serving.engine, device, serving.version, serving.kv, serving.tensor_parallel,
+        model.checkpoint, None, serving.engine, device, serving.version, serving.kv or "auto", serving.tensor_parallel,
         serving.pipeline_parallel, serving.offload_layers, settings,
     )  # fmt: skip
 
@@ -68,7 +68,7 @@ def _deployment(serving: Serving, model: ServedModel, hardware: Hardware) -> Dep
 def _needed(deployment: Deployment, serving: Serving) -> Footprint | None:
     assert serving.context is not None
     try:
-        return footprint_of(deployment, Workload(serving.context, serving.concurrency or 1))
+        return footprint_of(deployment, Workload(serving.context, serving.parallel or 1))
     except QuantryError:  # an architecture or engine that the plan cannot count is no reason not to serve it
         return None
 
@@ -82,9 +82,9 @@ def _shorter(serving: Serving) -> Iterator[Serving]:
 
 def _nearest(wanted: Serving, model: ServedModel, hardware: Hardware) -> str:
     """What would fit: fewer sequences, a smaller cache, a shorter context, in this order; else a smaller model."""
-    single = replace(wanted, concurrency=1 if wanted.concurrency else None)
+    single = replace(wanted, parallel=1 if wanted.parallel else None)
     half = engine(wanted.engine).kv_cache.half
-    smaller = [replace(serving, kv=half) for serving in (wanted, single)] if half and wanted.kv == "auto" else []
+    smaller = [replace(serving, kv=half) for serving in (wanted, single)] if half and wanted.kv is None else []
     for candidate in (single, *smaller, *_shorter(wanted), *_shorter(single)):
         deployment = _deployment(candidate, model, hardware)
         needed = _needed(deployment, candidate) if deployment else None
@@ -95,7 +95,7 @@ def _nearest(wanted: Serving, model: ServedModel, hardware: Hardware) -> str:
 
 def _flags(candidate: Serving, wanted: Serving) -> str:
     """The flags that turn what was wanted into the candidate."""
-    names = {"context": "--context", "concurrency": "--parallel", "kv": "--kv"}
+    names = {"context": "--context", "parallel": "--parallel", "kv": "--kv"}
     changed = {
         flag: value for name, flag in names.items() if (value := getattr(candidate, name)) != getattr(wanted, name)
     }
@@ -103,7 +103,7 @@ def _flags(candidate: Serving, wanted: Serving) -> str:
 
 
 def _too_much(wanted: Serving, model: ServedModel, needed: Footprint, deployment: Deployment) -> str:
-    sequences = wanted.concurrency or 1
+    sequences = wanted.parallel or 1
     return (
         f"{model.source} does not fit {deployment.device.name}: {human(needed.weights)} of weights, "
         f"{human(needed.kv_cache)} of KV cache for {sequences} x {wanted.context} tokens, "

@@ -3,7 +3,7 @@
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
@@ -12,14 +12,13 @@ from quantry.devices.detect import detect
 from quantry.engines.contract.adapter import adapter
 from quantry.engines.contract.catalogue import Engine, Outdated, engine
 from quantry.engines.contract.command import HERE, Command, check
-from quantry.engines.contract.serving import LOOKUP, Serving
+from quantry.engines.contract.options import Options, Serving
 from quantry.errors import QuantryError
 from quantry.models.identity import identity
 from quantry.serving import container
 from quantry.serving.cores import physical_cores
 from quantry.serving.embedded import END
 from quantry.serving.fit import fitted
-from quantry.serving.options import Options
 from quantry.serving.process import PATIENCE, Launch, Running, check_port, free_port, start
 from quantry.serving.select import Installed, ServedModel, find_engine, in_image, open_model, select
 from quantry.storage import home
@@ -119,28 +118,31 @@ def _check(options: Options) -> None:
 
 
 def _serving(options: Options, model: ServedModel, installed: Installed, port: int) -> Serving:
-    draft = _draft(options, model)
+    """The options with everything decided that they leave open."""
     facts = engine(installed.engine).server
     threads = physical_cores() if installed.platform == "cpu" and facts.threads else None
+    decided: dict[str, Any] = {
+        "engine": installed.engine,
+        "port": port,
+        "name": options.name or (None if facts.model_name == "path" else model.name),
+        "kv": None if options.kv == "auto" else options.kv,
+        "draft": _draft(options, model),
+        "threads": threads if options.threads is None else options.threads,
+    }
     return Serving(
-        model=str(model.path), format=model.format, engine=installed.engine, version=installed.version,
-        platform=installed.platform, host=options.host, port=port, api_key=options.api_key,
-        name=options.name or (None if facts.model_name == "path" else model.name), context=options.context,
-        concurrency=options.parallel, kv=options.kv or "auto",
-        prefix_cache=options.prefix_cache, chunked_prefill=options.chunked_prefill, batch_tokens=options.batch_tokens,
-        speculative=str(draft.path) if draft else LOOKUP if options.lookup else None,
-        draft_tokens=options.draft_tokens, tensor_parallel=options.tensor_parallel,
-        pipeline_parallel=options.pipeline_parallel, nodes=options.nodes, head=options.head,
-        offload_layers=options.offload_layers, utilization=options.utilization,
-        threads=threads if options.threads is None else options.threads,
-        cache_gib=options.cache_gib, dtype=options.dtype, quantization=options.quantization, bits=model.bits,
-        eager=options.eager, trust_remote_code=options.trust_remote_code,
-        built=_built(model) if facts.keeps_builds else None, python=installed.python, extra=options.extra,
-    )  # fmt: skip
+        **{item.name: getattr(options, item.name) for item in fields(options)} | decided,
+        version=installed.version,
+        model=str(model.path),
+        format=model.format,
+        platform=installed.platform,
+        bits=model.bits,
+        built=_built(model) if facts.keeps_builds else None,
+        python=installed.python,
+    )
 
 
-def _draft(options: Options, model: ServedModel) -> ServedModel | None:
-    """The draft model, which must be of the kind that the engine loads the model in."""
+def _draft(options: Options, model: ServedModel) -> Path | None:
+    """The path of the draft model; raises QuantryError if only one of the two is a GGUF file."""
     if options.draft is None:
         return None
     draft = open_model(options.draft)
@@ -148,7 +150,7 @@ def _draft(options: Options, model: ServedModel) -> ServedModel | None:
         raise QuantryError(
             f"the draft {draft.source} is {draft.format} and the model {model.format}", fix="use a draft of one format"
         )
-    return draft
+    return draft.path
 
 
 def _built(model: ServedModel) -> str | None:
@@ -192,7 +194,7 @@ def _local(command: Command, facts: Engine, installed: Installed, embedded: bool
 
 def _contained(command: Command, image: str, model: ServedModel, serving: Serving) -> Command:
     """The engine's command in a container that sees the model and its draft."""
-    drafts = [] if serving.speculative in (None, LOOKUP) else [Path(str(serving.speculative))]
+    drafts = [] if serving.draft is None else [Path(serving.draft)]
     return container.contained(
         command, image, program=container.runtime(), name=_container(serving), platform=serving.platform,
         mounts=[path.parent if path.is_file() else path for path in (model.path, *drafts)],

@@ -7,7 +7,7 @@ from quantry import registry
 from quantry.engines.contract.boot_log import Facts
 from quantry.engines.contract.catalogue import ROOM, engine
 from quantry.engines.contract.command import Command, Setting
-from quantry.engines.contract.serving import Serving
+from quantry.engines.contract.options import Serving
 
 
 class Adapter(Protocol):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from quantry.engines.contract.catalogue import engine, flags, known_version, removed
-from quantry.engines.contract.serving import HOST, Serving
+from quantry.engines.contract.options import HOST, Serving
 from quantry.errors import RecipeError, UnknownNameError
 
 HERE, HEAD, WORKER = "here", "head", "worker"  # where a step is run
@@ -137,7 +137,7 @@ def check(serving: Serving) -> None:
         )
     if serving.port is not None and serving.port not in PORTS:
         raise RecipeError(f"port {serving.port} is not one of 1 to 65535", fix="leave --port out for the usual one")
-    for name in ("context", "concurrency", "batch_tokens", "draft_tokens", "threads", "cache_gib"):
+    for name in ("context", "parallel", "batch_tokens", "draft_tokens", "threads", "cache_gib"):
         _check_count(serving, name)
     for name in ("tensor_parallel", "pipeline_parallel", "replicas", "nodes"):
         _check_count(serving, name)
@@ -151,7 +151,7 @@ def check(serving: Serving) -> None:
 
 def refuse(serving: Serving, **unknown: str) -> None:
     """An error for each field that is asked for and that the engine has nothing for; the text is the fix."""
-    plain = Serving(serving.model, serving.format, serving.engine, serving.version)
+    plain = serving.plain()
     for name, fix in unknown.items():
         asked = getattr(serving, name)
         if asked != getattr(plain, name):

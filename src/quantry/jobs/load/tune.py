@@ -14,6 +14,7 @@ from typing import Any
 
 from quantry import __version__
 from quantry.engines.contract.catalogue import engine as engine_facts
+from quantry.engines.contract.options import Options
 from quantry.errors import OutputError, QuantryError
 from quantry.jobs.load import choice, guidellm_process, prompts
 from quantry.jobs.load.bench import check_output
@@ -23,7 +24,6 @@ from quantry.jobs.load.slo import check_limits
 from quantry.jobs.load.switches import SPECULATION, changes
 from quantry.jobs.load.trials import TrialRunner, read_proof, run_trials
 from quantry.models.writer import write_atomically
-from quantry.serving.options import Options
 from quantry.serving.prepare import ServerPlan, prepare
 from quantry.types import Progress
 
@@ -145,7 +145,7 @@ def _check_context(
             f"prompt and answer have {needed} tokens, and a sequence may have {served.context}",
             fix="ask for a larger --context, or measure shorter ones",
         )
-    together = min(concurrency, engine_facts(served.engine).server.slots or 0) if served.concurrency is None else 0
+    together = min(concurrency, engine_facts(served.engine).server.slots or 0) if served.parallel is None else 0
     if together * needed > served.context:
         raise QuantryError(
             f"{together} sequences of {needed} tokens share a context of {served.context}",

@@ -5,12 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from quantry.engines.contract.catalogue import engine
-from quantry.engines.contract.serving import HOST
+from quantry.engines.contract.options import HOST, Options
 from quantry.errors import QuantryError
 from quantry.jobs.run.decision import Job
 from quantry.planning.plan import Option
 from quantry.serving.client import Answer, Server
-from quantry.serving.options import Options
 from quantry.serving.prepare import ServerPlan
 from quantry.serving.process import Running, check_port, free_port
 

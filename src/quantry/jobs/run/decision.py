@@ -9,7 +9,7 @@ from typing import Any
 
 from quantry.devices.detect import detect
 from quantry.engines.contract.catalogue import engine, usual
-from quantry.engines.contract.serving import HOST
+from quantry.engines.contract.options import HOST
 from quantry.errors import QuantryError
 from quantry.jobs.auto.choices import FORMATS as MIXED
 from quantry.jobs.run.files import CARD, check_place, plain_name, read_object
