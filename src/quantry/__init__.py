@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from quantry.jobs.load.bench import bench
     from quantry.jobs.load.tune import tune
     from quantry.jobs.quantize import quantize
-    from quantry.jobs.run import run
+    from quantry.jobs.run.run import run
     from quantry.jobs.sweep.sweep import sweep
     from quantry.models.anatomy import inspect
     from quantry.planning.matrices import matrix
@@ -50,7 +50,7 @@ _HOMES = {
     "plan": "planning.plan",
     "presets": "quantizing.recipe",
     "quantize": "jobs.quantize",
-    "run": "jobs.run",
+    "run": "jobs.run.run",
     "sensitivity": "jobs.auto.sensitivity",
     "serve": "serving.prepare",
     "sweep": "jobs.sweep.sweep",

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 import quantry
+from depth import deep
 from quantry.devices.catalogue import parse
 from quantry.errors import QuantryError
 from quantry.jobs import artefact_report as reporting
 from quantry.jobs.auto.sensitivity import LayerSensitivity, MeasuredChoice, Sensitivity
 from quantry.models.reader import open_checkpoint
 from quantry.report import Content
+from shared import shared
 
 DESKTOP = parse("cpu").device
 CARD = parse("RTX 3060").device
@@ -55,13 +57,15 @@ PROOF: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def artefacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo model in four formats, none of them proved."""
-    home = tmp_path_factory.mktemp("artefacts")
-    (home / "mixed.toml").write_text(MIXED)
-    quantry.quantize("demo", home / "mixed", recipe=home / "mixed.toml")
-    quantry.quantize("demo", home / "packed", preset="w4a16", group=64)
-    quantry.quantize("demo", home / "nf4", preset="nf4")
-    quantry.quantize("demo", home / "plain", preset="bf16")
-    return home
+
+    def make(home: Path) -> None:
+        (home / "mixed.toml").write_text(MIXED)
+        quantry.quantize("demo", home / "mixed", recipe=home / "mixed.toml")
+        quantry.quantize("demo", home / "packed", preset="w4a16", group=64)
+        quantry.quantize("demo", home / "nf4", preset="nf4")
+        quantry.quantize("demo", home / "plain", preset="bf16")
+
+    return shared(tmp_path_factory, "reported", make)
 
 
 @pytest.fixture
@@ -300,21 +304,33 @@ def test_a_proof_is_told(changed: Path) -> None:
     assert sha256((changed / "demo-Q4_K_M.gguf").read_bytes()).hexdigest() in told
 
 
-def test_the_same_folder_gives_the_same_bytes(changed: Path, tmp_path: Path) -> None:
-    """Elsewhere and in another process too."""
+def test_the_same_folder_gives_the_same_bytes_elsewhere(changed: Path, tmp_path: Path) -> None:
     as_auto(changed)
     page = reporting.write(changed, reporting.content_of(changed))
     assert page == changed / "report.html"
-    assert sorted(one.name for one in changed.iterdir() if "report" in one.name) == ["report.html", "report.png"]
+    assert sorted(file.name for file in changed.iterdir() if "report" in file.name) == ["report.html", "report.png"]
     other = Path(shutil.copytree(changed, tmp_path / "elsewhere" / "copy"))
-    script = "import sys; from pathlib import Path; from quantry.jobs import artefact_report as r; p = Path(sys.argv[1]); r.write(p, r.content_of(p))"
-    subprocess.run([sys.executable, "-c", script, str(other)], check=True)
-    for name in ("report.html", "report.png"):
-        assert (other / name).read_bytes() == (changed / name).read_bytes()
+    reporting.write(other, reporting.content_of(other))
+    assert_same_reports(changed, other)
     text = page.read_text()
     assert str(tmp_path) not in text
     for name in ("bits", "sensitivity", "outliers", "memory"):
         assert f'<figure id="{name}">' in text
+
+
+@deep
+def test_another_process_gives_the_same_bytes(changed: Path, tmp_path: Path) -> None:
+    as_auto(changed)
+    other = Path(shutil.copytree(changed, tmp_path / "elsewhere" / "copy"))
+    reporting.write(changed, reporting.content_of(changed))
+    script = "import sys; from pathlib import Path; from quantry.jobs import artefact_report as r; p = Path(sys.argv[1]); r.write(p, r.content_of(p))"
+    subprocess.run([sys.executable, "-c", script, str(other)], check=True)
+    assert_same_reports(changed, other)
+
+
+def assert_same_reports(folder: Path, other: Path) -> None:
+    for name in ("report.html", "report.png"):
+        assert (other / name).read_bytes() == (folder / name).read_bytes()
 
 
 def test_importing_costs_little() -> None:

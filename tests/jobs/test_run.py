@@ -5,12 +5,14 @@ import json
 import os
 import pty
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,39 +21,67 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from typer.testing import CliRunner
 
+from command import command
+from depth import deep
 from quantry import devices
-from quantry.cli import app
 from quantry.engines.contract.catalogue import engine
 from quantry.errors import OutputError, QuantryError
-from quantry.jobs.run import QUESTION, Asked, DeclinedError, Run, Step, answering, decision, run
-from quantry.jobs.run.files import alone
+from quantry.jobs.output_folder import OutputFolder
+from quantry.jobs.run import server as serving
+from quantry.jobs.run.options import QUESTION, DeclinedError, RunOptions
+from quantry.jobs.run.plan import fallbacks, plan_run
+from quantry.jobs.run.result import Run, RunStep
+from quantry.jobs.run.run import run
+from quantry.jobs.run.steps import RunSteps
+from quantry.models.reader import demo_folder
 from quantry.planning.plan import plan
 from quantry.serving import client as talking
 from quantry.serving.client import Server, ServerError
+from shared import recorded, shared
 
+FLAGS = ("--windows", "1", "--device", "cpu")
 QUICK: dict[str, Any] = {"windows": 1, "device": "cpu", "port": 0}
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """References and logs apart from the user's."""
+    """References and logs apart from the user's; a text of a few pages."""
+    folder = shared(tmp_path_factory, "run-cache", write_text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QUANTRY_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("QUANTRY_CACHE", str(folder))
+        patch.setitem(QUICK, "text", folder / "held-out.txt")
         yield
 
 
-@pytest.fixture(scope="module")
-def told() -> list[Step]:
-    return []
+def write_text(folder: Path) -> None:
+    (folder / "held-out.txt").write_text((demo_folder() / "held-out.txt").read_text()[:8000])
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory, told: list[Step]) -> Iterator[Run]:
-    """A run whose engine goes on serving."""
-    with run("demo", tmp_path_factory.mktemp("runs") / "out", tell=told.append, **QUICK) as finished:
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, list[RunStep]]:
+    """An undisturbed run, whose engine is stopped after the first answer, and the steps that it told."""
+
+    def make(folder: Path) -> tuple[Run, list[RunStep]]:
+        told: list[RunStep] = []
+        return run("demo", folder / "out", serve=False, tell=told.append, **QUICK), told
+
+    made: tuple[Run, list[RunStep]] = recorded(tmp_path_factory, "first-run", make)
+    return made
+
+
+@pytest.fixture(scope="module")
+def finished(first: tuple[Run, list[RunStep]]) -> Run:
+    return first[0]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory, first: tuple[Run, list[RunStep]]) -> Iterator[Run]:
+    """A run that goes on in a copy of the first one's folder, and whose engine goes on serving."""
+    out = tmp_path_factory.mktemp("runs") / "out"
+    shutil.copytree(first[0].path, out)
+    with run("demo", out, **QUICK) as finished:
         yield finished
 
 
@@ -64,12 +94,6 @@ def ask(url: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def quantry(*words: str, **more: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "quantry", *words], capture_output=True, text=True, check=False, env=ENVIRONMENT, **more
-    )
-
-
 def files(folder: Path) -> dict[str, int]:
     """Every file under a folder, with when it was written."""
     return {
@@ -80,7 +104,8 @@ def files(folder: Path) -> dict[str, int]:
 # ---- from the model to an answer ----
 
 
-def test_every_step_says_what_it_did_and_where_the_file_is(done: Run, told: list[Step]) -> None:
+def test_every_step_says_what_it_did_and_where_the_file_is(first: tuple[Run, list[RunStep]]) -> None:
+    done, told = first
     assert [step.name for step in told] == ["plan", "quantize", "verify", "serve", "answer"]
     assert all(Path(step.file).exists() for step in told if step.file)
     assert [Path(step.file or "").name for step in told] == [
@@ -97,14 +122,15 @@ def test_every_step_says_what_it_did_and_where_the_file_is(done: Run, told: list
 def test_the_first_answer_is_the_engines_own(done: Run) -> None:
     assert done.running
     chat = [{"role": "user", "content": QUESTION}]
-    body = {"model": done.running.model, "messages": chat, "temperature": 0, "max_tokens": answering.ANSWER}
+    body = {"model": done.running.model, "messages": chat, "temperature": 0, "max_tokens": serving.ANSWER}
     found = ask(done.running.url, "/v1/chat/completions", body)
     assert done.answer == found["choices"][0]["message"]["content"]
     assert done.answer
     assert "blue" in done.answer
 
 
-def test_the_summary_is_what_the_files_say(done: Run) -> None:
+def test_the_summary_is_what_the_files_say(first: tuple[Run, list[RunStep]]) -> None:
+    done = first[0]
     folder = Path(done.artefact)
     card = json.loads((folder / "quantry.json").read_text())
     stored = folder / "demo-Q8_0.gguf"
@@ -150,42 +176,55 @@ def test_it_is_served_as_it_was_planned(done: Run) -> None:
 
 
 def test_what_is_finished_is_taken_over(done: Run) -> None:
+    """Through the command line, which prints JSON and nothing else."""
     before = files(Path(done.artefact))
-
-    def never(words: str) -> bool:
-        raise AssertionError(f"asked {words!r} with nothing left to do")
-
-    again = run("demo", done.path, serve=False, confirm=never, **QUICK)
-    assert [(step.name, step.taken_over) for step in again.steps] == [
+    assert plan_run("demo", done.path, RunOptions(**QUICK)).is_verified, "nobody is asked with nothing left to do"
+    words = ("run", "demo", "-o", done.path, *FLAGS, "--text", QUICK["text"], "--port", "0", "--no-serve", "--json")
+    shown = command(*words)
+    assert shown.returncode == 0, shown.stderr
+    again = json.loads(shown.stdout)
+    assert set(again) == {
+        "model", "path", "use", "preset", "format", "engine", "artefact", "source_bytes", "bytes", "bits_per_weight",
+        "proof", "memory", "speed", "question", "answer", "url", "commands", "steps", "notes", "running",
+    }  # fmt: skip
+    assert [(step["name"], step["taken_over"]) for step in again["steps"]] == [
         ("plan", False), ("quantize", True), ("verify", True), ("serve", False), ("answer", False),
     ]  # fmt: skip
     assert files(Path(done.artefact)) == before
-    assert (again.answer, again.proof, again.bytes) == (done.answer, done.proof, done.bytes)
-    assert (again.running, again.url) == (None, None)
+    assert (again["answer"], again["proof"], again["bytes"]) == (done.answer, done.proof, done.bytes)
+    assert (again["running"], again["url"]) == (False, None)
     assert done.running
     assert done.running.healthy(), "the server of the first run"
 
 
-def test_another_measurement_is_made_anew_and_the_artefact_is_kept(done: Run, tmp_path: Path) -> None:
+def test_another_measurement_is_made_anew_and_the_artefact_is_kept(finished: Run, tmp_path: Path) -> None:
     text = tmp_path / "own.txt"
     text.write_text("The cat sat on the mat and the dog ran to the park. " * 100)
-    out = copied(done, tmp_path)
-    other = run("demo", out, serve=False, text=text, **QUICK)
-    assert [step.taken_over for step in other.steps[:3]] == [False, True, False]
-    assert json.loads((out / "demo-gguf-q8_0" / "quantry.json").read_text())["proof"]["text"]["name"] == "own.txt"
-    assert other.proof["kl"] != done.proof["kl"]
-    by_hand = json.loads((out / "demo-gguf-q8_0" / "quantry.json").read_text())
+    out = copied(finished, tmp_path)
+    assert measured_again(out, text) == [True, False]
+    card = out / "demo-gguf-q8_0" / "quantry.json"
+    proof = json.loads(card.read_text())["proof"]
+    assert proof["text"]["name"] == "own.txt"
+    assert proof["kl"] != finished.proof["kl"]
+    by_hand = json.loads(card.read_text())
     by_hand["proof"]["gate"] = "draft"
-    (out / "demo-gguf-q8_0" / "quantry.json").write_text(json.dumps(by_hand))
-    third = run("demo", out, serve=False, text=text, **QUICK)
-    assert [step.taken_over for step in third.steps[:3]] == [False, True, False], "a proof of another gate"
+    card.write_text(json.dumps(by_hand))
+    assert measured_again(out, text) == [True, False], "a proof of another gate"
+    assert measured_again(out, text) == [True, True]
+
+
+def measured_again(out: Path, text: Path) -> list[bool]:
+    """Which of the steps up to the proof are taken over."""
+    told: list[RunStep] = []
+    steps = RunSteps(plan_run("demo", out, RunOptions(**{**QUICK, "text": text})), told.append, lambda _: nullcontext())
+    steps.quantize()
+    steps.verify()
+    return [step.taken_over for step in told]
 
 
 def copied(done: Run, folder: Path) -> Path:
     """The folder of a run, to do things to."""
-    out = folder / "copy"
-    subprocess.run(["cp", "-r", done.path, str(out)], check=True)
-    return out
+    return Path(shutil.copytree(done.path, folder / "copy"))
 
 
 def spoil(card: Path) -> None:
@@ -196,9 +235,9 @@ def spoil(card: Path) -> None:
     card.write_text(json.dumps(content))
 
 
-def test_what_fails_the_gate_is_followed_by_what_loses_less(done: Run, tmp_path: Path) -> None:
+def test_what_fails_the_gate_is_followed_by_what_loses_less(finished: Run, tmp_path: Path) -> None:
     """And where that fails too, nothing is served."""
-    out = copied(done, tmp_path)
+    out = copied(finished, tmp_path)
     spoil(out / "demo-gguf-q8_0" / "quantry.json")
     with run("demo", out, **QUICK) as found:
         assert [step.name for step in found.steps] == [
@@ -215,19 +254,19 @@ def test_what_fails_the_gate_is_followed_by_what_loses_less(done: Run, tmp_path:
     assert all(step.taken_over for step in found.steps if step.name in ("quantize", "verify"))
     assert (found.passed, found.running, found.answer) == (False, None, None)
     assert "too much is lost" in found.proof["wrong"][0]
-    shown = CliRunner().invoke(app, ["run", "demo", "-o", str(out), "--windows", "1", "--device", "cpu"])
-    assert shown.exit_code == 1, shown.output
+    shown = command("run", "demo", "-o", out, *FLAGS, "--text", QUICK["text"])
+    assert shown.returncode == 1, shown.stderr
     assert "too much is lost" in shown.stdout
     assert "the gate general failed, so the model is not served" in shown.stdout
 
 
 def test_what_is_tried_after_a_failure(tmp_path: Path) -> None:
     """Only what should lose no more, for the same engine, the 16-bit model last; a size that was asked for is kept."""
-    here = decision.decided("demo", tmp_path / "out", Asked(**QUICK))
-    assert [one.preset for one in here.gentler] == ["gguf-bf16"]
+    here = plan_run("demo", tmp_path / "out", RunOptions(**QUICK))
+    assert [one.preset for one in here.fallbacks] == ["gguf-bf16"]
     options = plan("demo", gpu="H200", engine="vllm").options
-    assert [one.preset for one in decision._gentler(options[0], options)] == ["w8a16", "bf16"]
-    assert decision.decided("demo", tmp_path / "out", Asked(budget="5bpw", **QUICK)).gentler == ()
+    assert [one.preset for one in fallbacks(options[0], options)] == ["w8a16", "bf16"]
+    assert plan_run("demo", tmp_path / "out", RunOptions(budget="5bpw", **QUICK)).fallbacks == ()
 
 
 # ---- what is refused, and what is asked ----
@@ -257,25 +296,25 @@ def spoil_note(out: Path) -> None:
 
 
 LEFT = {
-    spoil_weights: "is damaged; remove it",
+    spoil_weights: "is damaged; remove .*demo-gguf-q8_0 to write it again",
     spoil_card: "quantry.json is damaged",
     another_model: "was made with another model: 0000",
-    unnoted: "no run has noted how it was made",
+    unnoted: "no run has noted its request",
     spoil_note: "run.json is damaged",
 }
 
 
 @pytest.mark.parametrize("spoil", LEFT, ids=lambda spoil: spoil.__name__)
-def test_what_is_not_ours_or_not_whole_is_refused(done: Run, tmp_path: Path, spoil: Any) -> None:
-    out = copied(done, tmp_path)
+def test_what_is_not_ours_or_not_whole_is_refused(finished: Run, tmp_path: Path, spoil: Any) -> None:
+    out = copied(finished, tmp_path)
     spoil(out)
     with pytest.raises(OutputError, match=LEFT[spoil]):
         run("demo", out, serve=False, **QUICK)
 
 
-def test_two_runs_do_not_meet(done: Run, tmp_path: Path) -> None:
-    out = copied(done, tmp_path)
-    with alone(out), pytest.raises(OutputError, match="another run works in"):
+def test_two_runs_do_not_meet(finished: Run, tmp_path: Path) -> None:
+    out = copied(finished, tmp_path)
+    with OutputFolder(out, "run").locked(), pytest.raises(OutputError, match="another run is writing"):
         run("demo", out, serve=False, **QUICK)
 
 
@@ -283,7 +322,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "use": ({"use": "hihg-throughput"}, "did you mean high-throughput"),
     "budget": ({"budget": "a lot"}, "a budget of 'a lot' is not understood"),
     "text": ({"text": "no-such.txt"}, "cannot read no-such.txt"),
-    "windows": ({"windows": 0}, "0 windows are nothing"),
+    "windows": ({"windows": 0}, "--windows is 0"),
     "device": ({"device": "abacus"}, "device 'abacus' cannot be used"),
     "engine": ({"engine": "tgi"}, "tgi"),
     "context": ({"context": 4096}, "more than the 1024 tokens"),
@@ -308,11 +347,11 @@ def test_a_port_in_use_is_refused_first_and_the_usual_one_is_not_insisted_on(tmp
         port = taken.getsockname()[1]
         with pytest.raises(QuantryError, match=f"port {port} of 127.0.0.1 cannot be used.*use --port"):
             run("demo", tmp_path / "out", **{**QUICK, "port": port})
-        decided = decision.decided("demo", tmp_path / "out", Asked(**{**QUICK, "port": None}))
+        decided = plan_run("demo", tmp_path / "out", RunOptions(**{**QUICK, "port": None}))
         with pytest.MonkeyPatch.context() as patch:
             facts = engine("llama.cpp")
-            patch.setattr(answering, "engine", lambda _: replace(facts, server=replace(facts.server, port=port)))
-            assert answering.port_of(decided) not in (0, port)
+            patch.setattr(serving, "engine", lambda _: replace(facts, server=replace(facts.server, port=port)))
+            assert serving.port_of(decided) not in (0, port)
     assert not (tmp_path / "out").exists()
 
 
@@ -341,16 +380,19 @@ def test_whoever_says_no_has_nothing_written(tmp_path: Path) -> None:
 
 
 def test_a_budget_is_spent_by_preset_auto(tmp_path: Path) -> None:
-    found = decision.decided("demo", tmp_path / "out", Asked(budget="4.5bpw", **QUICK))
-    assert found.making == {"preset": "auto", "budget": "4.5bpw", "format": "gguf", "device": "cpu"}
-    assert found.folder.name == "demo-auto-4.5bpw"
-    there = decision.decided("demo", tmp_path / "out", Asked(budget="6 MiB", gpu="RTX 4090", engine="vllm", **QUICK))
-    assert (there.making["format"], there.folder.name) == ("compressed-tensors", "demo-auto-6-MiB-compressed-tensors")
+    found = plan_run("demo", tmp_path / "out", RunOptions(budget="4.5bpw", **QUICK))
+    assert found.quantize_options == {"preset": "auto", "budget": "4.5bpw", "format": "gguf", "device": "cpu"}
+    assert found.artefact.name == "demo-auto-4.5bpw"
+    there = plan_run("demo", tmp_path / "out", RunOptions(budget="6 MiB", gpu="RTX 4090", engine="vllm", **QUICK))
+    assert (there.quantize_options["format"], there.artefact.name) == (
+        "compressed-tensors",
+        "demo-auto-6-MiB-compressed-tensors",
+    )
 
 
 def test_another_machines_engine_need_not_be_here(tmp_path: Path) -> None:
-    found = decision.decided("demo", tmp_path / "out", Asked(gpu="RTX 4090", engine="vllm", **QUICK))
-    assert (found.option.engine, found.installed, found.measured_in) == ("vllm", None, None)
+    found = plan_run("demo", tmp_path / "out", RunOptions(gpu="RTX 4090", engine="vllm", **QUICK))
+    assert (found.candidate.engine, found.installed, found.measured_in) == ("vllm", None, None)
     assert any("pip install" in note for note in found.notes)
 
 
@@ -361,12 +403,12 @@ def test_an_engine_that_was_named_has_to_be_here(tmp_path: Path) -> None:
 
 def test_without_the_best_engine_the_best_that_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = devices.hardware("RTX 4090")
-    for home in ("quantry.devices.detect", "quantry.jobs.run.decision"):
+    for home in ("quantry.devices.detect", "quantry.jobs.run.plan"):
         monkeypatch.setattr(f"{home}.detect", lambda seconds=0.2: machine)
     best = plan("demo", gpu="RTX 4090").options[0]
     assert best.engine == "vllm"
-    found = decision.decided("demo", tmp_path / "out", Asked(**QUICK))
-    assert found.option.engine == "llama.cpp"
+    found = plan_run("demo", tmp_path / "out", RunOptions(**QUICK))
+    assert found.candidate.engine == "llama.cpp"
     assert any(note.startswith(f"{best.preset} in vllm would be the best, but") for note in found.notes)
 
 
@@ -379,12 +421,11 @@ def test_the_command_serves_until_ctrl_c(done: Run) -> None:
         "demo",
         "-o",
         done.path,
-        "--windows",
-        "1",
+        *FLAGS,
+        "--text",
+        str(QUICK["text"]),
         "--port",
         "0",
-        "--device",
-        "cpu",
         "--ask",
         "Who is Lily?",
     ]
@@ -402,7 +443,7 @@ def test_the_command_serves_until_ctrl_c(done: Run) -> None:
         text = "".join(shown)
         url = shown[-1].split()[2].removesuffix("/v1;") if shown and shown[-1].startswith("serving") else ""
         assert url, text + process.stderr.read()
-        said = quantry("chat", url, "--temperature", "0", "--max-tokens", "8", input="What color is the sky?\n")
+        said = command("chat", url, "--temperature", "0", "--max-tokens", "8", stdin="What color is the sky?\n")
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
     assert (said.returncode, said.stdout.strip()) == (0, "The sky is blue."), said.stderr
@@ -417,17 +458,6 @@ def test_the_command_serves_until_ctrl_c(done: Run) -> None:
         assert words_shown in text, text
     with pytest.raises(ServerError, match="no server answers"):
         Server(url)
-
-
-def test_json_is_all_that_is_printed(done: Run) -> None:
-    words = ["run", "demo", "-o", done.path, "--windows", "1", "--port", "0", "--device", "cpu", "--no-serve", "--json"]
-    shown = CliRunner().invoke(app, words)
-    found = json.loads(shown.stdout)
-    assert (shown.exit_code, found["answer"], found["running"]) == (0, done.answer, False), shown.output
-    assert set(found) == {
-        "model", "path", "use", "preset", "format", "engine", "artefact", "source_bytes", "bytes", "bits_per_weight",
-        "proof", "memory", "speed", "question", "answer", "url", "commands", "steps", "notes", "running",
-    }  # fmt: skip
 
 
 class Terminal:
@@ -465,6 +495,7 @@ class Terminal:
             os.close(self._main)
 
 
+@deep
 def test_a_terminal_is_asked(tmp_path: Path) -> None:
     terminal = Terminal("run", "demo", "-o", str(tmp_path / "out"), "--windows", "1")
     terminal.until("Go on? [Y/n]: ")
@@ -495,7 +526,7 @@ def test_a_chat_in_a_terminal_ends_cleanly(done: Run, ending: str) -> None:
 
 def test_a_chat_remembers_and_begins_anew(server: "FakeServer") -> None:
     server.pieces = [{"delta": {"reasoning_content": "hm "}}, {"delta": {"content": "yes"}}]
-    done = quantry("chat", server.url, "--system", "Be brief.", input="one\n\ntwo\n/new\nthree\n")
+    done = command("chat", server.url, "--system", "Be brief.", stdin="one\n\ntwo\n/new\nthree\n")
     assert (done.returncode, done.stdout) == (0, "hm yes\nhm yes\nhm yes\n"), done.stderr
     said = [[(one["role"], one["content"]) for one in body["messages"]] for body in server.bodies]
     first = ("system", "Be brief.")
@@ -510,7 +541,7 @@ def test_an_unreachable_server_is_one_line() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    done = quantry("chat", f"127.0.0.1:{port}/v1")
+    done = command("chat", f"127.0.0.1:{port}/v1")
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
     assert f"no server answers at http://127.0.0.1:{port}" in done.stderr
 
@@ -645,11 +676,16 @@ def test_no_address(url: str) -> None:
         Server(url)
 
 
-def test_the_proxy_of_the_environment_is_for_others(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    monkeypatch.delenv("NO_PROXY", raising=False)
+def test_addresses_of_one_server(server: FakeServer) -> None:
     for url in (server.url, f"{server.url}/v1", f"{server.url}/v1/", server.url.removeprefix("http://")):
         with Server(url) as client:
             assert (client.model, client.url) == ("first", server.url)
+
+
+def test_the_proxy_of_the_environment_is_for_others(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with Server(server.url) as client:
+        assert client.model == "first"
     with pytest.raises(ServerError, match="no server answers at http://elsewhere.invalid"):
         Server("http://elsewhere.invalid")

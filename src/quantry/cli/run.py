@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from quantry.jobs.run import Run, Step
+    from quantry.jobs.run.result import Run, RunStep
     from quantry.types import Progress
 
 INTERRUPTED = 130
@@ -60,7 +60,8 @@ def command(
 
     Exit code 1 if the gate fails: then nothing is served.
     """
-    from quantry.jobs.run import QUESTION, DeclinedError, run
+    from quantry.jobs.run.options import QUESTION, DeclinedError
+    from quantry.jobs.run.run import run
     from quantry.serving.process import ended_by_signals
 
     asks = not (yes or json) and sys.stdin.isatty()
@@ -105,7 +106,7 @@ def _showing(name: str, quiet: bool) -> "AbstractContextManager[Progress | None]
     return bar(quiet) if name == "quantize" else steps(quiet)
 
 
-def _tell(step: "Step") -> None:
+def _tell(step: "RunStep") -> None:
     """Prints a step as soon as it is done: its result, and the file that holds it."""
     took = "taken over" if step.taken_over else f"{step.seconds:.1f} s"
     typer.echo(f"{step.name:<9} {step.words}{'' if step.name == 'plan' else f' ({took})'}")

@@ -1,4 +1,4 @@
-"""The steps of a run, and what they leave in its folder."""
+"""The steps of a run, and what each leaves in run.json."""
 
 import json
 import shlex
@@ -11,226 +11,219 @@ from typing import Any
 from quantry import __version__
 from quantry.devices.detect import detect
 from quantry.errors import OutputError
-from quantry.jobs.run.answering import first_answer, measured_memory, server_options
-from quantry.jobs.run.decision import LENGTH, Job
-from quantry.jobs.run.files import CARD, LOG, NOTE, PLAN, plain_name, read_object
-from quantry.jobs.run.outcome import Run, Step, figures_of
+from quantry.jobs.output_folder import read_artefact, read_object, write_json
+from quantry.jobs.run.plan import LENGTH, LOG, PLAN, RunPlan, plain_name
+from quantry.jobs.run.result import Run, RunStep, figures_of
+from quantry.jobs.run.server import first_answer, measured_memory, server_options
 from quantry.models.identity import identity
 from quantry.models.reader import local_folder, open_checkpoint
-from quantry.models.writer import write_atomically
 from quantry.report.sizes import human
 from quantry.serving.client import Answer
 from quantry.serving.prepare import ServerPlan, prepare
 from quantry.serving.process import Running, start
+from quantry.storage import ARTEFACT_FILE
 from quantry.types import Progress
 
-Showing = Callable[[str], AbstractContextManager[Progress | None]]  # of a step by its name
+Showing = Callable[[str], AbstractContextManager[Progress | None]]  # takes the name of a step
+MEMORY = ("weights", "kv_cache", "activations", "overhead", "total")
 
 
-class Doing:
-    """The steps of a run, one after the other, and what they leave in run.json."""
+class RunSteps:
+    """Makes the steps of a run one after the other; run.json keeps the request and measurement of every artefact."""
 
-    def __init__(self, job: Job, tell: Callable[[Step], None] | None, showing: Showing) -> None:
-        self.job = job
+    def __init__(self, plan: RunPlan, tell: Callable[[RunStep], None] | None, showing: Showing) -> None:
+        self._plan = plan
         self._tell, self._showing = tell, showing
-        self._steps: list[Step] = []
-        self._kept: dict[str, Any] = read_object(job.out / NOTE) if (job.out / NOTE).is_file() else {}
-        self._jobs: dict[str, Any] = self._kept.get("jobs") or {}
+        self._steps: list[RunStep] = []
+        self._records: dict[str, Any] = plan.folder.read_note().get("jobs") or {}
         self._card: dict[str, Any] = {}
-        self._prepared: ServerPlan | None = None
+        self._server_plan: ServerPlan | None = None
         self._running: Running | None = None
         self._answer: Answer | None = None
-        self._pace: float | None = None
-        self._measured: dict[str, int] = {}
+        self._tokens_per_s: float | None = None
+        self._memory: dict[str, int] = {}
 
     @property
     def passed(self) -> bool:
         return bool(self._card["proof"]["verdict"] == "pass")
 
     @property
-    def _mine(self) -> dict[str, Any]:
-        """The notes on this artefact."""
-        notes: dict[str, Any] = self._jobs.setdefault(self.job.folder.name, {})
-        return notes
+    def _record(self) -> dict[str, Any]:
+        """The record of the present artefact."""
+        record: dict[str, Any] = self._records.setdefault(self._plan.artefact.name, {})
+        return record
 
-    def plan(self) -> None:
-        """Writes what was decided."""
-        file = self.job.out / PLAN
-        write_atomically(file, (json.dumps(self.job.plan.to_dict(), indent=2) + "\n").encode())
+    def write_plan(self) -> None:
+        """Writes plan.json and run.json."""
+        file = self._plan.folder.path / PLAN
+        write_json(file, self._plan.plan.to_dict())
         self._write()
-        self._step(Step("plan", self.job.words(), str(file)))
+        self._done(RunStep("plan", self._plan.summary(), str(file)))
 
-    def make(self) -> None:
-        """An artefact, measured."""
-        self.quantize()
-        self.verify()
-
-    def gentler(self) -> bool:
-        """Goes on with the next option that should lose less; False if there is none."""
+    def fall_back(self) -> bool:
+        """Continues with the next candidate that should lose less; returns False if there is none."""
         wrong = figures_of(self._card["proof"])["wrong"]
-        following = self.job.after(wrong[0].partition(";")[0] if wrong else self._proof_words())
+        following = self._plan.fall_back(wrong[0].partition(";")[0] if wrong else self._proof_summary())
         if following is None:
             return False
-        self.job = following
-        self._step(Step("instead", self.job.words()))
+        self._plan = following
+        self._done(RunStep("instead", following.summary()))
         return True
 
     def quantize(self) -> None:
-        """Writes the artefact, unless it is there for the same request."""
+        """Writes the artefact, unless it exists for the same request."""
         from quantry.jobs.quantize import quantize
 
-        job, begun = self.job, perf_counter()
-        folder = local_folder(job.source)
-        request = {"quantry": __version__, "model": identity(open_checkpoint(folder)), **job.making}
-        taken = job.folder.exists() and any(job.folder.iterdir())
-        if taken:
-            self._check(request)
+        plan, started = self._plan, perf_counter()
+        model = identity(open_checkpoint(local_folder(plan.source)))
+        request = {"quantry": __version__, "model": model, **plan.quantize_options}
+        exists = plan.artefact.exists() and any(plan.artefact.iterdir())
+        if exists:
+            self._check_request(request)
+            read_artefact(plan.artefact)
         else:
-            self._jobs[job.folder.name] = {"asked": request}
+            self._records[plan.artefact.name] = {"asked": request}
             self._write()
             with self._showing("quantize") as progress:
-                quantize(job.source, job.folder, **job.making, progress=progress)
-        self._card = read_object(job.folder / CARD)
-        size, was = self._card["bytes"], self._card["source_bytes"]
-        words = f"{human(was)} -> {human(size)}, {self._card['bits_per_weight']:.2f} bits a weight"
-        self._step(Step("quantize", words, str(self._weights()), taken, perf_counter() - begun))
+                quantize(plan.source, plan.artefact, **plan.quantize_options, progress=progress)
+        self._card = read_object(plan.artefact / ARTEFACT_FILE)
+        before, after = human(self._card["source_bytes"]), human(self._card["bytes"])
+        words = f"{before} -> {after}, {self._card['bits_per_weight']:.2f} bits a weight"
+        self._done(RunStep("quantize", words, str(self._weights()), exists, perf_counter() - started))
 
     def verify(self) -> None:
-        """Measures the artefact, unless that was done in the same way."""
+        """Measures the artefact, unless it was measured in the same way."""
         from quantry.proof.verify import verify
 
-        job, begun = self.job, perf_counter()
-        files = {name: told["sha256"] for name, told in self._card["files"].items()}
-        how = {key: value for key, value in job.measuring.items() if key not in ("text", "engine_python")}
-        measure = json.loads(json.dumps({"quantry": __version__, **how, "text": job.text, "files": files}))
-        taken = self._mine.get("measure") == measure and self._is_of(self._card.get("proof"))
-        if not taken:
-            self._mine.pop("measure", None)
+        plan, started = self._plan, perf_counter()
+        measure = self._measurement()
+        exists = self._record.get("measure") == measure and self._is_same_proof(self._card.get("proof"))
+        if not exists:
+            self._record.pop("measure", None)
             with self._showing("verify") as progress:
-                verify(job.folder, reference=job.source, **job.measuring, progress=progress)
-            self._mine["measure"] = measure
-            self._card = read_object(job.folder / CARD)
+                verify(plan.artefact, reference=plan.source, **plan.verify_options, progress=progress)
+            self._record["measure"] = measure
+            self._card = read_object(plan.artefact / ARTEFACT_FILE)
             self._write()
-        self._step(Step("verify", self._proof_words(), str(job.folder / "README.md"), taken, perf_counter() - begun))
+        card = str(plan.artefact / "README.md")
+        self._done(RunStep("verify", self._proof_summary(), card, exists, perf_counter() - started))
 
     def serve(self) -> None:
         """Starts the engine and waits until it answers."""
-        begun = perf_counter()
-        self._prepared = prepare(self.job.folder, server_options(self.job))
-        self._running = start(self._prepared.launch, log=self.job.out / LOG)
-        words = f"{self._running.engine} at {self._running.url}/v1, model {self._running.model}"
-        self._step(Step("serve", words, str(self._running.log), seconds=perf_counter() - begun))
+        started = perf_counter()
+        self._server_plan = prepare(self._plan.artefact, server_options(self._plan))
+        running = self._running = start(self._server_plan.launch, log=self._plan.folder.path / LOG)
+        words = f"{running.engine} at {running.url}/v1, model {running.model}"
+        self._done(RunStep("serve", words, str(running.log), seconds=perf_counter() - started))
 
-    def ask(self, *, stay: bool) -> None:
-        """Asks the first question; the engine is stopped unless it is to stay."""
+    def ask(self, *, keep_serving: bool) -> None:
+        """Asks the first question, and stops the engine unless it is to keep serving."""
         assert self._running is not None
-        assert self._prepared is not None
-        begun = perf_counter()
-        self._answer, self._pace = first_answer(self._running, self._prepared, self.job.asked.question)
-        self._measured = measured_memory(self._running, self._prepared)
-        if not stay:
+        assert self._server_plan is not None
+        started = perf_counter()
+        question = self._plan.options.question
+        answer, self._tokens_per_s = first_answer(self._running, self._server_plan, question)
+        self._answer = answer
+        self._memory = measured_memory(self._running, self._server_plan)
+        if not keep_serving:
             self.stop()
-        pace = "" if self._pace is None else f"; {self._pace:,.4g} tokens/s"
-        words = f"{self._answer.tokens} tokens, the first after {self._answer.first_s:.2g} s{pace}"
-        self._step(Step("answer", words, seconds=perf_counter() - begun))
+        speed = "" if self._tokens_per_s is None else f"; {self._tokens_per_s:,.4g} tokens/s"
+        words = f"{answer.tokens} tokens, the first after {answer.first_s:.2g} s{speed}"
+        self._done(RunStep("answer", words, seconds=perf_counter() - started))
 
     def stop(self) -> None:
-        """Ends the engine, if there is one."""
+        """Stops the engine, if it runs."""
         if self._running:
             self._running.stop()
         self._running = None
 
     def result(self) -> Run:
-        """The whole of it, in run.json too."""
-        job, card = self.job, self._card
-        footprint = self._prepared.footprint if self._prepared else None
-        parts = ("weights", "kv_cache", "activations", "overhead", "total")
-        notes = [*job.notes, *card["notes"], *card["proof"]["notes"]]
-        done = Run(
-            model=job.model, path=str(job.out), use=job.plan.use, preset=job.preset, format=job.option.format,
-            engine=job.option.engine, artefact=str(job.folder), source_bytes=card["source_bytes"],
-            bytes=card["bytes"], bits_per_weight=card["bits_per_weight"], proof=figures_of(card["proof"]),
-            memory={
-                "predicted": {name: getattr(footprint, name) for name in parts} if footprint else {},
-                "measured": self._measured,
-            },
-            speed=self._speed(), question=job.asked.question if self._answer else None,
+        """Returns the result, and writes it into run.json."""
+        plan, card = self._plan, self._card
+        footprint = self._server_plan.footprint if self._server_plan else None
+        predicted = {name: getattr(footprint, name) for name in MEMORY} if footprint else {}
+        result = Run(
+            model=plan.model, path=str(plan.folder.path), use=plan.plan.use, preset=plan.preset,
+            format=plan.candidate.format, engine=plan.candidate.engine, artefact=str(plan.artefact),
+            source_bytes=card["source_bytes"], bytes=card["bytes"], bits_per_weight=card["bits_per_weight"],
+            proof=figures_of(card["proof"]), memory={"predicted": predicted, "measured": self._memory},
+            speed=self._speed(), question=plan.options.question if self._answer else None,
             answer=self._answer.text if self._answer else None, url=self._running.url if self._running else None,
-            commands=self._commands(), steps=tuple(self._steps), notes=tuple(dict.fromkeys(notes)),
-            running=self._running,
+            commands=self._commands(), steps=tuple(self._steps),
+            notes=tuple(dict.fromkeys([*plan.notes, *card["notes"], *card["proof"]["notes"]])), running=self._running,
         )  # fmt: skip
-        self._write(done.to_dict())
-        return done
+        self._write(summary=result.to_dict())
+        return result
 
-    def _check(self, request: Mapping[str, Any]) -> None:
-        """What is there under the artefact's name must be whole, and made for the same request."""
-        folder, before = self.job.folder, self._mine.get("asked")
-        if before != request:
-            known = before if isinstance(before, dict) else {}
-            other = next((key for key in request if known.get(key) != request[key]), "request")
-            raise OutputError(
-                f"{folder} was made with another {other}: {str(known.get(other))[:40]}, not {str(request[other])[:40]}"
-                if known
-                else f"{folder} is in the way, and no run has noted how it was made",
-                fix="choose another -o, or remove it to have it made anew",
-            )
-        try:
-            files = read_object(folder / CARD)["files"]
-            whole = all((folder / name).stat().st_size == told["bytes"] for name, told in files.items())
-        except (OSError, KeyError, TypeError, AttributeError):
-            whole = False
-        if not whole:
-            raise OutputError(f"{folder} is damaged", fix="remove it to have it made anew")
+    def _check_request(self, request: Mapping[str, Any]) -> None:
+        """Raises OutputError if the existing artefact was made for another request."""
+        before = self._record.get("asked")
+        if before == request:
+            return
+        known = before if isinstance(before, dict) else {}
+        changed = next((key for key in request if known.get(key) != request[key]), "request")
+        made = f"another {changed}: {str(known.get(changed))[:40]}, not {str(request[changed])[:40]}"
+        raise OutputError(
+            f"{self._plan.artefact} {f'was made with {made}' if known else 'exists, and no run has noted its request'}",
+            fix="choose another -o, or remove it to have it made anew",
+        )
 
-    def _is_of(self, proof: Any) -> bool:
-        """Whether a recorded proof is one of this gate, engine and text: verify may have been run by hand since."""
+    def _measurement(self) -> Any:
+        """Returns what distinguishes one measurement from another, as JSON stores it."""
+        files = {name: file["sha256"] for name, file in self._card["files"].items()}
+        options = {**self._plan.verify_options, "text": self._plan.text}
+        del options["engine_python"]
+        return json.loads(json.dumps({"quantry": __version__, **options, "files": files}))
+
+    def _is_same_proof(self, proof: Any) -> bool:
+        """Returns True if the recorded proof has this gate and text: the user may have verified the artefact since."""
         if not isinstance(proof, dict):
             return False
         text = proof.get("text") or {}
-        wanted = (self.job.gate, self.job.asked.windows, LENGTH)
+        wanted = (self._plan.gate, self._plan.options.windows, LENGTH)
         return (proof.get("gate"), text.get("windows"), text.get("length")) == wanted
 
-    def _proof_words(self) -> str:
+    def _proof_summary(self) -> str:
         proof = figures_of(self._card["proof"])
-        where = f" in {proof['engine']}" if proof["engine"] else ""
+        engine = f" in {proof['engine']}" if proof["engine"] else ""
         kl = proof["kl"] if proof["served_kl"] is None else proof["served_kl"]
-        words = f"KL {kl:.4f}{where}, {proof['top1']:.1%} same first token"
+        words = f"KL {kl:.4f}{engine}, {proof['top1']:.1%} same first token"
         return f"{words}; gate {proof['gate']}: {proof['verdict']}"
 
     def _weights(self) -> Path:
-        """What an engine is given: a folder, or the GGUF file in it."""
+        """Returns what an engine is given: a folder, or the GGUF file in it."""
         names = sorted(self._card["files"])
-        return self.job.folder / names[0] if self.job.option.format == "gguf" else self.job.folder
+        is_gguf = self._plan.candidate.format == "gguf"
+        return self._plan.artefact / names[0] if is_gguf else self._plan.artefact
 
     def _speed(self) -> dict[str, float | None]:
-        job, answer = self.job, self._answer
-        here = job.installed and job.installed.platform == detect(0).device.platform
-        planned = here and not job.asked.budget and not job.asked.gpu
+        plan, answer = self._plan, self._answer
+        is_here = plan.installed and plan.installed.platform == detect(0).device.platform
+        is_planned = is_here and not plan.options.budget and not plan.options.gpu
         return {
-            "tokens_per_s": self._pace,
-            "predicted_tokens_per_s": job.option.speed["decode_tokens_per_s"] if planned else None,
+            "tokens_per_s": self._tokens_per_s,
+            "predicted_tokens_per_s": plan.candidate.speed["decode_tokens_per_s"] if is_planned else None,
             "first_token_s": answer.first_s if answer else None,
         }
 
     def _commands(self) -> dict[str, str]:
-        """What to do next."""
-        job = self.job
-        python = ["--engine-python", str(job.asked.engine_python)] if job.asked.engine_python else []
-        serve = ["quantry", "serve", str(job.folder), "--engine", job.option.engine, *python]
-        proof = ["quantry", "verify", str(job.folder), "--reference", job.model, "--gate", job.gate, "--text", "FILE"]
+        """Returns the commands that a user may want next."""
+        plan, artefact = self._plan, str(self._plan.artefact)
+        python = ["--engine-python", str(plan.options.engine_python)] if plan.options.engine_python else []
+        serve = ["quantry", "serve", artefact, "--engine", plan.candidate.engine, *python]
+        verify = ["quantry", "verify", artefact, "--reference", plan.model, "--gate", plan.gate, "--text", "FILE"]
         chat = {"talk to it": ["quantry", "chat", self._running.url]} if self._running else {}
-        found = {**chat, "serve it": serve, "prove it on your text": proof}
-        if not job.asked.budget:
-            found["try another size"] = ["quantry", "run", job.model, "--budget", "4.5bpw", "-o", str(job.out)]
-        return {name: shlex.join(words) for name, words in found.items()}
+        commands = {**chat, "serve it": serve, "prove it on your text": verify}
+        if not plan.options.budget:
+            out = str(plan.folder.path)
+            commands["try another size"] = ["quantry", "run", plan.model, "--budget", "4.5bpw", "-o", out]
+        return {name: shlex.join(words) for name, words in commands.items()}
 
-    def _step(self, step: Step) -> None:
+    def _done(self, step: RunStep) -> None:
         self._steps.append(step)
         if self._tell:
             self._tell(step)
 
-    def _write(self, summary: Mapping[str, Any] | None = None) -> None:
-        """run.json: notes on every artefact of this folder, and the summary once there is one."""
-        last = {"summary": summary} if summary else {}
-        self._kept = {"quantry": __version__, "model": plain_name(self.job.source), "jobs": self._jobs, **last}
-        write_atomically(self.job.out / NOTE, (json.dumps(self._kept, indent=2) + "\n").encode())
+    def _write(self, **summary: Any) -> None:
+        """Writes run.json: the record of every artefact in this folder, and the summary at the end."""
+        self._plan.folder.write_note(model=plain_name(self._plan.source), jobs=self._records, **summary)

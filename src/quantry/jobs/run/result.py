@@ -1,31 +1,28 @@
-"""What a run is asked for, and what comes of it."""
+"""What a run returns: its steps, its figures, and the engine that still serves."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from quantry.serving.process import Running
 
-QUESTION = "What color is the sky?"
-
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """Something that was done, and the file that came of it."""
+class RunStep:
+    """A finished step, and the file that it wrote. Field names are the JSON names."""
 
-    name: str  # plan, quantize, verify, serve, answer
+    name: str  # plan, quantize, verify, instead, serve, answer
     words: str
     file: str | None = None
-    taken_over: bool = False  # by an earlier run
+    taken_over: bool = False  # from an earlier run
     seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What came of it all, and what it cost. Names are the JSON names; `running` is the engine if it still serves."""
+    """The result of a run. Field names are the JSON names; `running` is the engine if it still serves."""
 
     model: str
     path: str
@@ -43,8 +40,8 @@ class Run:
     question: str | None
     answer: str | None
     url: str | None
-    commands: Mapping[str, str]  # to go on with
-    steps: tuple[Step, ...]
+    commands: Mapping[str, str]  # to continue with
+    steps: tuple[RunStep, ...]
     notes: tuple[str, ...] = ()
     running: "Running | None" = field(default=None, repr=False, compare=False)
 
@@ -58,7 +55,7 @@ class Run:
             self.running.stop()
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON of `quantry run --json`."""
+        """Returns the JSON of `quantry run --json`."""
         return asdict(replace(self, running=None)) | {"running": self.running is not None}
 
     def __enter__(self) -> Self:
@@ -70,31 +67,11 @@ class Run:
         self.stop()
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """All that can be asked of a run beside its model and folder; None leaves a thing to Quantry."""
-
-    use: str | None = None
-    budget: str | None = None  # a size for preset auto
-    gpu: str | None = None  # another machine to plan for
-    engine: str | None = None
-    engine_python: str | Path | None = None
-    context: int | None = None
-    port: int | None = None  # 0 takes one that is free
-    text: str | Path | None = None  # to measure on
-    windows: int = 16
-    question: str = QUESTION
-    device: str | None = None  # to compute on; a GPU if there is one
-
-
-class DeclinedError(Exception):
-    """The question whether to go on was answered with no; nothing was written."""
-
-
 def figures_of(proof: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a proof what a summary needs; same first token and perplexity are the engine's, where one was asked."""
+    """Returns the part of a proof that a summary needs; top-1 and perplexity are the engine's if it was measured."""
     served = proof.get("served") or {}
     judged = served or proof
+    failed = [finding for finding in proof["findings"] if not finding["ok"]]
     return {
         "verdict": proof["verdict"],
         "gate": proof["gate"],
@@ -104,5 +81,5 @@ def figures_of(proof: Mapping[str, Any]) -> dict[str, Any]:
         "top1": judged["top1"],
         "perplexity": judged["perplexity"],
         "reference_perplexity": proof["reference_perplexity"],
-        "wrong": [f"{one['words']}; {one.get('fix') or ''}".strip("; ") for one in proof["findings"] if not one["ok"]],
+        "wrong": [f"{finding['words']}; {finding.get('fix') or ''}".strip("; ") for finding in failed],
     }
