@@ -22,6 +22,7 @@ from quantry.numerics.ggml import iq4, layout
 from quantry.numerics.ggml import lattice as blocks
 from quantry.numerics.grids import FLOAT8, code_dtype, decode, dequantize, snap
 from quantry.numerics.ladders import Ladder, of_grid
+from quantry.numerics.simd import AVAILABLE
 from quantry.types import Grid, Params, Stats
 
 GRIDS = {
@@ -437,7 +438,7 @@ def block_problem(ladder: Ladder, shifted: bool, columns: int, rows: int = 48) -
 @pytest.mark.parametrize("name", LADDERS)
 @LOOPS
 def test_machine_code_does_what_torch_does(name: str, shifted: bool, columns: int) -> None:
-    assert compiled.AVAILABLE
+    assert AVAILABLE
     compare(compiled.block, LADDERS[name], shifted, columns, torch.device("cpu"))
 
 
@@ -450,7 +451,7 @@ def test_the_gpu_does_what_torch_does(name: str, shifted: bool, columns: int) ->
     compare(gpu.block, LADDERS[name], shifted, columns, torch.device("cuda"))
 
 
-def compare(block: feedback.Block, ladder: Ladder, shifted: bool, columns: int, device: torch.device) -> None:
+def compare(block: feedback.BlockLoop, ladder: Ladder, shifted: bool, columns: int, device: torch.device) -> None:
     """A loop within a block against the plain one: rarely a code differs, where a sum was rounded otherwise."""
     weight, step, shift, upper = (part.to(device) for part in block_problem(ladder, shifted, columns))
     found = []

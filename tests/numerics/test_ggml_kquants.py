@@ -1,6 +1,5 @@
 """The k-quant searches, in torch and as machine code, against ggml's own library: bytes and weighted errors."""
 
-import ctypes
 import platform
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,23 +10,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf.constants import GGMLQuantizationType
-from gguf.quants import dequantize
 from safetensors import safe_open
 from torch import Tensor
 
 import quantry
-from quantry.numerics.ggml import layout, native
-from quantry.numerics.ggml.kquants import Engine, batched, compiled, fast, search
-from quantry.numerics.ggml.kquants.rules import RULES, Steps
-from quantry.numerics.simd import LANES, Array, Kernel
+from depth import cases
+from ggml_library import agreement, by_ggml, check_as_good
+from quantry.numerics.ggml import layout
+from quantry.numerics.ggml.kquants import KQuantBackend, batched, compiled, fast, search
+from quantry.numerics.ggml.kquants.rules import RULES, StepSizes
+from quantry.numerics.simd import AVAILABLE, LANES, Array, Kernel
 
-KINDS = tuple(RULES)
-BLOCKS = 128
+TYPES = tuple(RULES)
+BLOCKS = 64
 X86 = platform.machine() in ("x86_64", "AMD64")  # elsewhere compilers may have fused operations in ggml's library
-needs_llvm = pytest.mark.skipif(not compiled.AVAILABLE, reason="llvmlite is not installed")
+needs_llvm = pytest.mark.skipif(not AVAILABLE, reason="llvmlite is not installed")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-ENGINES = [pytest.param(batched, id="batched"), pytest.param(compiled, id="compiled", marks=needs_llvm)]
+BACKENDS = [pytest.param(batched, id="batched"), pytest.param(compiled, id="compiled", marks=needs_llvm)]
+Mistake = Callable[[pytest.MonkeyPatch], None]
 CASES = (
     "normal", "heavy tails", "real", "zeros", "zero parts", "constant", "constant parts", "far apart", "sparse",
     "whole numbers", "positive", "negative", "large", "small", "tiny", "below the floor", "subnormal",
@@ -37,7 +37,7 @@ SCALES = {"large": 1e4, "small": 1e-6, "tiny": 1e-12, "below the floor": 2e-13, 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """A search belongs to one thread, as where rows are spread over threads: torch's own only wait for each other."""
+    """Runs a search on one thread, as `threads.spread` does: torch's own threads would only wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -84,125 +84,113 @@ def real() -> Tensor:
     return weight.float().flatten()[: BLOCKS * 256].view(BLOCKS, 256).clone()
 
 
-def importance(kind: str) -> Tensor | None:
-    """What errors count: nothing given, or by column over orders of magnitude, or that with zeros in it."""
+def importance(counted: str) -> Tensor | None:
+    """None, or weights of errors by column over orders of magnitude, or those with zeros."""
     values = torch.rand(256, generator=torch.Generator().manual_seed(11)) ** 4
-    if kind == "zeros":
+    if counted == "zeros":
         values[::3], values[64:112] = 0, 0
-    return None if kind == "none" else values
+    return None if counted == "none" else values
 
 
-def by_ggml(weight: Tensor, kind: str, counts: Tensor | None) -> Tensor:
-    function = native.library().ggml_quantize_chunk
-    function.restype = ctypes.c_size_t
-    size, pointer = ctypes.c_int64, ctypes.c_void_p
-    function.argtypes = [ctypes.c_int, pointer, pointer, size, size, size, pointer]
-    data = torch.zeros(weight.shape[0], layout.BLOCKS[kind].bytes, dtype=torch.uint8)
-    at = None if counts is None else counts.data_ptr()
-    number = GGMLQuantizationType[kind].value
-    assert function(number, weight.data_ptr(), data.data_ptr(), 0, *weight.shape, at) == data.numel()
-    return data
-
-
-def by_search(weight: Tensor, kind: str, counts: Tensor | None, engine: Engine | None = None) -> Tensor:
+def by_search(weight: Tensor, type_name: str, counts: Tensor | None, backend: KQuantBackend | None = None) -> Tensor:
     spread = None if counts is None else counts.expand_as(weight)
-    return layout.pack(kind, search(kind, weight, spread, engine))
+    return layout.pack(type_name, search(type_name, weight, spread, backend))
 
 
-def agreement(data: Tensor, other: Tensor) -> float:
-    """The share of super-blocks with equal bytes."""
-    return float((data == other).all(dim=1).double().mean())
+@cache
+def all_cases() -> Tensor:
+    """The super-blocks of every case, stacked: they do not depend on each other."""
+    return torch.cat([weights(case) for case in CASES])
 
 
-def error(data: Tensor, kind: str, weight: Tensor, counts: Tensor | None) -> float:
-    """The sum of squared errors, times what they count."""
-    value = torch.from_numpy(dequantize(data.numpy(), GGMLQuantizationType[kind]))
-    each = torch.ones(256) if counts is None else counts
-    return float(((value.double() - weight.double()) ** 2 * each.double()).sum())
+@cache
+def expected(type_name: str, counted: str) -> Tensor:
+    return by_ggml(all_cases(), type_name, importance(counted))
+
+
+def check_every_case(data: Tensor, type_name: str, counted: str, exact: bool = False) -> None:
+    """Compares each case with ggml by itself, so that a failure names it."""
+    parts = (torch.split(part, BLOCKS) for part in (data, expected(type_name, counted), all_cases()))
+    for mine, theirs, weight in zip(*parts, strict=True):
+        check_as_good(mine, theirs, type_name, weight, importance(counted), exact)
 
 
 @pytest.mark.parametrize("counted", ["none", "some", "zeros"])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_search_is_ggmls(engine: Engine, kind: str, case: str, counted: str) -> None:
-    weight, counts = weights(case), importance(counted)
-    data, expected = by_search(weight, kind, counts, engine), by_ggml(weight, kind, counts)
-    assert agreement(data, expected) >= (1 if engine is compiled and X86 else 0.99)
-    assert error(data, kind, weight, counts) <= 1.001 * error(expected, kind, weight, counts)
+@pytest.mark.parametrize("type_name", TYPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_search_is_ggmls(backend: KQuantBackend, type_name: str, counted: str) -> None:
+    data = by_search(all_cases(), type_name, importance(counted), backend)
+    check_every_case(data, type_name, counted, backend is compiled and X86)
 
 
 @needs_llvm
 @pytest.mark.parametrize("counted", ["none", "some"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_both_engines_give_the_same_bits(kind: str, counted: str) -> None:
+@pytest.mark.parametrize("type_name", TYPES)
+def test_both_backends_give_the_same_bits(type_name: str, counted: str) -> None:
     weight, counts = weights("heavy tails"), importance(counted)
-    assert torch.equal(by_search(weight, kind, counts, batched), by_search(weight, kind, counts, compiled))
+    assert torch.equal(by_search(weight, type_name, counts, batched), by_search(weight, type_name, counts, compiled))
 
 
 @needs_gpu
 @pytest.mark.parametrize("counted", ["none", "some", "zeros"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_gpu_gives_what_ggml_gives(kind: str, counted: str) -> None:
-    for case in CASES:
-        weight, counts = weights(case), importance(counted)
-        on_gpu = None if counts is None else counts.cuda()
-        data, expected = by_search(weight.cuda(), kind, on_gpu).cpu(), by_ggml(weight, kind, counts)
-        assert agreement(data, expected) >= 0.99, case
-        assert error(data, kind, weight, counts) <= 1.001 * error(expected, kind, weight, counts), case
+@pytest.mark.parametrize("type_name", TYPES)
+def test_a_gpu_gives_what_ggml_gives(type_name: str, counted: str) -> None:
+    counts = importance(counted)
+    data = by_search(all_cases().cuda(), type_name, None if counts is None else counts.cuda())
+    check_every_case(data.cpu(), type_name, counted)
 
 
 @pytest.mark.parametrize("blocks", [1, 63, 65])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_any_number_of_blocks(engine: Engine, blocks: int) -> None:
-    for kind in KINDS:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_number_of_blocks(backend: KQuantBackend, blocks: int) -> None:
+    for type_name in TYPES:
         weight, counts = weights("real"), importance("some")
-        whole = by_search(weight, kind, counts, engine)
-        assert torch.equal(by_search(weight[:blocks], kind, counts, engine), whole[:blocks])
+        whole = by_search(weight, type_name, counts, backend)
+        assert torch.equal(by_search(weight[:blocks], type_name, counts, backend), whole[:blocks])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_no_blocks_at_all(engine: Engine) -> None:
-    for kind in KINDS:
-        fields = search(kind, torch.empty(0, 256), None, engine)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_blocks_at_all(backend: KQuantBackend) -> None:
+    for type_name in TYPES:
+        fields = search(type_name, torch.empty(0, 256), None, backend)
         assert fields.codes.shape == (0, 256)
         assert fields.d.shape == (0,)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_threads_do_not_disturb_each_other(engine: Engine) -> None:
-    work = [(kind, case) for kind in KINDS for case in ("normal", "real", "sparse", "heavy tails")]
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_threads_do_not_disturb_each_other(backend: KQuantBackend) -> None:
+    work = [(type_name, case) for type_name in TYPES for case in ("normal", "real", "sparse", "heavy tails")]
     with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda job: by_search(weights(job[1]), job[0], None, engine), work))
-    for (kind, case), data in zip(work, together, strict=True):
-        assert torch.equal(data, by_search(weights(case), kind, None, engine))
+        together = list(pool.map(lambda job: by_search(weights(job[1]), job[0], None, backend), work))
+    for (type_name, case), data in zip(work, together, strict=True):
+        assert torch.equal(data, by_search(weights(case), type_name, None, backend))
 
 
-def test_the_weight_and_its_importance_stay_as_they_are() -> None:
+def test_the_weight_and_its_importance_stay_unchanged() -> None:
     weight, counts = weights("real").clone(), torch.rand(BLOCKS, 256)
     before = weight.clone(), counts.clone()
-    for kind in KINDS:
-        search(kind, weight, counts)
-        search(kind, weight, None)
+    for type_name in TYPES:
+        search(type_name, weight, counts)
+        search(type_name, weight, None)
     assert torch.equal(weight, before[0])
     assert torch.equal(counts, before[1])
 
 
 def test_what_is_faster() -> None:
     assert fast(torch.device("cuda"))
-    assert fast(torch.device("cpu")) == compiled.AVAILABLE
+    assert fast(torch.device("cpu")) == AVAILABLE
 
 
 # Mistakes that the comparison must notice: a test that lets them pass would prove nothing.
 
 
 def skip_a_step(patch: pytest.MonkeyPatch) -> None:
-    fewer = Steps(-1.0, 0.1, 19)
+    fewer = StepSizes(-1.0, 0.1, 19)
     patch.setitem(RULES, "Q4_K", replace(RULES["Q4_K"], plain=fewer))
 
 
 def start_elsewhere(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(RULES, "Q5_K", replace(RULES["Q5_K"], plain=Steps(-0.4, 0.1, 15)))
+    patch.setitem(RULES, "Q5_K", replace(RULES["Q5_K"], plain=StepSizes(-0.4, 0.1, 15)))
 
 
 def weigh_otherwise(patch: pytest.MonkeyPatch) -> None:
@@ -239,35 +227,44 @@ def round_by(patch: pytest.MonkeyPatch, function: Callable[[Tensor], Tensor], na
             patch.setattr(compiled, maker, cache(kernel.__wrapped__))
 
 
-@pytest.mark.parametrize(
-    ("mistake", "kind", "case", "counted"),
-    [
-        (skip_a_step, "Q4_K", "normal", "none"),
-        (start_elsewhere, "Q5_K", "normal", "none"),
-        (weigh_otherwise, "Q4_K", "normal", "some"),
-        (square_errors, "Q2_K", "normal", "none"),
-        (no_improvement, "Q3_K", "normal", "none"),
-        (other_scales, "Q6_K", "normal", "none"),
-        (round_halves_away, "Q5_K", "whole numbers", "none"),
-        (round_halves_away, "Q4_K", "real", "some"),
-        (round_halves_away, "Q3_K", "real", "none"),
-        (round_down, "Q6_K", "normal", "some"),
-    ],
-)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_mistakes_are_noticed(
-    engine: Engine,
-    mistake: Callable[[pytest.MonkeyPatch], None],
-    kind: str,
-    case: str,
-    counted: str,
-    monkeypatch: pytest.MonkeyPatch,
+MISTAKES = [
+    (skip_a_step, "Q4_K", "normal", "none"),
+    (start_elsewhere, "Q5_K", "normal", "none"),
+    (weigh_otherwise, "Q4_K", "normal", "some"),
+    (square_errors, "Q2_K", "normal", "none"),
+    (no_improvement, "Q3_K", "normal", "none"),
+    (other_scales, "Q6_K", "normal", "none"),
+    (round_halves_away, "Q5_K", "whole numbers", "none"),
+    (round_halves_away, "Q4_K", "real", "some"),
+    (round_halves_away, "Q3_K", "real", "none"),
+    (round_down, "Q6_K", "normal", "some"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "type_name", "case", "counted"), MISTAKES)
+def test_mistakes_in_torch_are_noticed(
+    mistake: Mistake, type_name: str, case: str, counted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    check_noticed(batched, mistake, (type_name, case, counted), monkeypatch)
+
+
+@needs_llvm
+@pytest.mark.parametrize(("mistake", "type_name", "case", "counted"), cases(MISTAKES, quick=MISTAKES[:1]))
+def test_mistakes_in_machine_code_are_noticed(
+    mistake: Mistake, type_name: str, case: str, counted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_noticed(compiled, mistake, (type_name, case, counted), monkeypatch)
+
+
+def check_noticed(
+    backend: KQuantBackend, mistake: Mistake, where: tuple[str, str, str], patch: pytest.MonkeyPatch
+) -> None:
+    type_name, case, counted = where
     weight, counts = weights(case), importance(counted)
-    expected = by_ggml(weight, kind, counts)
-    assert agreement(by_search(weight, kind, counts, engine), expected) >= 0.99
-    mistake(monkeypatch)
-    assert agreement(by_search(weight, kind, counts, engine), expected) < 0.99
+    right = by_ggml(weight, type_name, counts)
+    assert agreement(by_search(weight, type_name, counts, backend), right, type_name) >= 0.99
+    mistake(patch)
+    assert agreement(by_search(weight, type_name, counts, backend), right, type_name) < 0.99
 
 
 @needs_llvm
@@ -286,12 +283,12 @@ def test_lanes_do_ieee_arithmetic() -> None:
     for _ in range(200):
         a, b = generator.standard_normal((2, LANES)) * 10.0 ** generator.integers(-30, 30, (2, 1))
         a, b = a.astype(np.float32), np.where(generator.random(LANES) < 0.1, a, b).astype(np.float32)
-        found = torch.empty(13, LANES)
-        kernel(torch.from_numpy(a), torch.from_numpy(b), found, 0)
+        results = torch.empty(13, LANES)
+        kernel(torch.from_numpy(a), torch.from_numpy(b), results, 0)
         with np.errstate(all="ignore"):
             expected = [a + b, a - b, a * b, a / b, -a, abs(a), np.sqrt(abs(a)), np.rint(a), np.minimum(a, b)]
             expected += [np.maximum(a, b), np.where(a < b, a, 1), np.where((a > b) & ~(a < 0), a, b), a.clip(-2, 3)]
-        np.testing.assert_array_equal(found.numpy(), np.stack(expected))
+        np.testing.assert_array_equal(results.numpy(), np.stack(expected))
 
 
 @needs_llvm

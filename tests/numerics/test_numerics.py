@@ -5,10 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from depth import examples
 from quantry.methods.fits import absmax as absmax_fit
 from quantry.methods.fits import mse as mse_fit
 from quantry.methods.rounders.nearest import round_weight
@@ -251,7 +252,7 @@ def test_scales_survive_extremes() -> None:
             assert (stored > 0).all()
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 9), st.integers(0, 9))
 def test_cut_and_join_are_inverse(rows: int, columns: int, tall: int, wide: int) -> None:
     grid = Grid("int", 4, (tall, wide))

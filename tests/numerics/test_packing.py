@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from depth import examples
 from quantry.numerics import packing
 
 WIDTHS = (2, 3, 4, 8)
@@ -34,7 +35,7 @@ def stream(codes: list[int], bits: int) -> list[int]:
 
 
 @given(coded())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_words_are_the_dense_bit_stream_and_unpack_exactly(case: Case) -> None:
     codes, bits = case
     words = packing.pack_rows(codes, bits)
@@ -45,7 +46,7 @@ def test_words_are_the_dense_bit_stream_and_unpack_exactly(case: Case) -> None:
 
 
 @given(coded())
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_spaced_words_hold_whole_codes_only(case: Case) -> None:
     codes, bits = case
     words, each = packing.pack_rows_spaced(codes, bits), 32 // bits
@@ -62,7 +63,7 @@ def test_spaced_words_hold_whole_codes_only(case: Case) -> None:
     ],
 )
 @given(case=coded((4,)))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_nibbles_are_in_the_order_of_their_name(
     pack: Callable[[Tensor], Tensor], unpack: Callable[[Tensor, int], Tensor], first: int, case: Case
 ) -> None:

@@ -1,12 +1,13 @@
 """Static scales of inputs and of the KV cache: plain float64 restatements, and compressed-tensors' own fake quantization.
 
-Artefacts are put together here from the format's parts, loaded by transformers with the library's own hooks, and held
-against what `quantry verify` simulates of them.
+The tests put artefacts together from the format's parts, load them with transformers and the library's own hooks, and
+compare them with what `quantry verify` simulates.
 """
 
 import json
 from dataclasses import replace
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from depth import cases
 from quantry.blockwise import walk
 from quantry.errors import CheckpointError, ConfigError, QuantryError, RecipeError, UnknownNameError
 from quantry.formats import compressed_tensors
@@ -34,7 +36,7 @@ from quantry.quantizing.calibration.statistics import BINS, Heads, merge
 from quantry.quantizing.quantized_model import QuantizedModel
 from quantry.quantizing.recipe import presets
 from quantry.types import Activation, Grid, QTensor, Scheme, Stats, TensorInfo
-from tiny_models import write_model
+from shared import TinyModel
 
 library_quantization: Any = import_module("compressed_tensors.quantization")
 library_forward: Any = import_module("compressed_tensors.quantization.lifecycle.forward")
@@ -139,8 +141,10 @@ def test_errors_on_counts_are_those_of_evenly_spread_values(grid: Grid, part: fl
     assert float(squared_error(stats, grid, scale)) == pytest.approx(float((means * counts).sum()), rel=1e-4)
 
 
-@pytest.mark.parametrize("grid", [INT8, FP8], ids=["int8", "fp8"])
-@pytest.mark.parametrize("outliers", [0.0, 0.0005, 0.01])
+@pytest.mark.parametrize(
+    ("grid", "outliers"),
+    cases(product((INT8, FP8), (0.0, 0.0005, 0.01)), quick=[(INT8, 0.0005), (FP8, 0.0)]),
+)
 def test_least_error_is_that_of_brute_force(grid: Grid, outliers: float) -> None:
     values = heavy(1000, 64, outliers)
     scale = float(input_scale(stats_of(values), grid, "mse"))
@@ -169,7 +173,7 @@ def test_what_cannot_be_found_is_refused() -> None:
     with pytest.raises(UnknownNameError, match="unknown method 'mean'.*minmax, percentile, mse"):
         input_scale(stats, INT8, "mean")
     for method in ("percentile", "mse"):
-        with pytest.raises(RecipeError, match="no counts of this input.*use minmax"):
+        with pytest.raises(RecipeError, match="need counts of this input.*use minmax"):
             input_scale(stats, INT8, method)
     with pytest.raises(RecipeError, match="mse cannot choose the input scale of nvfp4"):
         input_scale(stats, NVFP4, "mse")
@@ -248,7 +252,7 @@ def test_mxfp4_inputs_are_those_of_the_library() -> None:
 
 def test_a_static_activation_without_its_scale_is_not_simulated() -> None:
     for grid, dynamic in ((FP8, False), (NVFP4, True)):
-        with pytest.raises(ValueError, match="come with the artefact"):
+        with pytest.raises(ValueError, match="needs the scale of its artefact"):
             simulate(torch.ones(2, 16), Activation(grid, dynamic))
 
 
@@ -371,18 +375,14 @@ def test_attention_modules_are_found_by_their_projections() -> None:
     assert compressed_tensors.CACHE_SCALES.modules(names) == ("model.layers.0.self_attn", "model.layers.2.attn")
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    write_model(folder, "LlamaForCausalLM")
-    return folder
+@pytest.fixture
+def llama(tiny: TinyModel) -> Path:
+    return tiny("LlamaForCausalLM")
 
 
-@pytest.fixture(scope="module")
-def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("moe")
-    write_model(folder, "Qwen3MoeForCausalLM")
-    return folder
+@pytest.fixture
+def moe(tiny: TinyModel) -> Path:
+    return tiny("Qwen3MoeForCausalLM")
 
 
 def observed(folder: Path) -> list[ObservedBlock]:

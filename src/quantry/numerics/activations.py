@@ -1,8 +1,8 @@
-"""Inputs of a layer as an engine with quantized activations sees them: rounded to their grid and back.
+"""The inputs of a layer as an engine with quantized activations sees them: rounded to their grid and back.
 
-Dynamic scales are found for each token (or each group of a token) from its largest magnitude, as the engines' kernels
-do: absmax / 127 for int8 (not 127.5, which is for weights), absmax / 448 for E4M3. Static ones come with the artefact.
-NVFP4 has both: each group finds its scale, in E4M3, in units that the artefact's scale gives.
+A dynamic scale comes from the largest magnitude of each token (or each group of a token), as in the engines' kernels:
+absmax / 127 for int8 (not 127.5, which is for weights), absmax / 448 for E4M3. Static scales come with the artefact.
+NVFP4 has both: each group has a dynamic scale in E4M3, in units of the artefact's scale.
 """
 
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ from quantry.types import Activation, Params
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Static(Activation):
-    """An activation with the scale that an artefact holds: what a code is multiplied with, or NVFP4's divisor."""
+    """An activation with the scale that the artefact stores: the factor of a code, or NVFP4's divisor."""
 
     scale: float
 
 
 def simulate(inputs: Tensor, activation: Activation) -> Tensor:
-    """The inputs (..., channels) after quantization, in float32."""
+    """Rounds inputs (..., channels) to the activation's grid; returns them in float32."""
     tokens = inputs.reshape(-1, inputs.shape[-1]).float()
     params = _params(tokens, activation)
     return decode(encode(tokens, activation.grid, params), activation.grid, params).view(inputs.shape)
@@ -37,14 +37,14 @@ def _params(tokens: Tensor, activation: Activation) -> Params:
         scale = torch.full((1, 1), activation.scale, device=tokens.device)
         return _local(absmax(tokens, grid), scale.view(1)) if grid.scale == "e4m3" else Params(scale)
     if not activation.dynamic or grid.scale == "e4m3":
-        raise ValueError("static activation scales come with the artefact and are not found here")
+        raise ValueError("a static activation needs the scale of its artefact: pass a Static")
     if grid.scale == "e8m0":
         return symmetric(absmax(tokens, grid), grid, tokens.new_zeros(()))
     return Params((absmax(tokens, grid) / largest_code(grid)).clamp(min=torch.finfo(torch.float32).tiny))
 
 
 def _local(top: Tensor, divisor: Tensor) -> Params:
-    """NVFP4's scales of groups. A group too small for E4M3 becomes zeros, which any scale does that is large enough."""
+    """Returns NVFP4's scales of groups; a group too small for E4M3 gets 1, which rounds it to zeros."""
     scale = (divisor * (top / LARGEST["e2m1"])).clamp(max=LARGEST["e4m3"]).to(torch.float8_e4m3fn)
     scale = torch.where(scale.float() > 0, scale.float(), 1.0).to(torch.float8_e4m3fn)
     return Params(scale, outer=divisor)

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from quantry.types import Grid
 
-STRIP = 1 << 18  # weights looked at a time: the copy without signs stays in the cache
+STRIP = 1 << 18  # weights at a time: the copy without signs stays in the cache
 MAGNITUDES = {
     torch.bfloat16: (torch.int16, 0x7FFF),
     torch.float16: (torch.int16, 0x7FFF),
@@ -20,18 +20,18 @@ MAGNITUDES = {
 
 
 def block_of(grid: Grid, shape: tuple[int, int]) -> tuple[int, int]:
-    """The block of a grid on a matrix of this shape, with 0 replaced by the whole."""
+    """Returns the block of a grid on a matrix of this shape, with 0 replaced by the whole dimension."""
     return grid.block[0] or shape[0], grid.block[1] or shape[1]
 
 
 def scale_shape(grid: Grid, shape: tuple[int, int]) -> tuple[int, int]:
-    """The shape of the scales of a matrix of this shape."""
+    """Returns the shape of the scales of a matrix of this shape."""
     rows, columns = block_of(grid, shape)
     return -(-shape[0] // rows), -(-shape[1] // columns)
 
 
 def cut(matrix: Tensor, grid: Grid) -> Tensor:
-    """(rows, columns) -> (row blocks, r, column blocks, c); a view where nothing sticks out."""
+    """Reshapes (rows, columns) to (row blocks, r, column blocks, c); a view if all blocks are full."""
     shape = (matrix.shape[0], matrix.shape[1])
     rows, columns = block_of(grid, shape)
     high, wide = scale_shape(grid, shape)
@@ -41,21 +41,21 @@ def cut(matrix: Tensor, grid: Grid) -> Tensor:
 
 
 def join(blocks: Tensor, shape: tuple[int, int]) -> Tensor:
-    """The inverse of `cut`."""
+    """Inverts `cut`."""
     high, rows, wide, columns = blocks.shape
     return blocks.reshape(high * rows, wide * columns)[: shape[0], : shape[1]].contiguous()
 
 
 def spread(scale: Tensor) -> Tensor:
-    """(row blocks, column blocks) -> (row blocks, 1, column blocks, 1), to be broadcast over what `cut` gives."""
+    """Reshapes (row blocks, column blocks) to (row blocks, 1, column blocks, 1), for the result of `cut`."""
     return scale[:, None, :, None]
 
 
 def absmax(matrix: Tensor, grid: Grid) -> Tensor:
-    """The largest magnitude in each block, in float32; NaN or infinity where the block holds one.
+    """Returns the largest magnitude in each block, in float32; NaN or infinity if the block contains one.
 
-    Floats without their sign bit are ordered like the integers of the same bits, NaN above infinity; integers are
-    compared several times faster on a CPU.
+    Floats without their sign bit are ordered like the integers of the same bits, NaN above infinity; a CPU compares
+    integers several times faster.
     """
     integer, mask = MAGNITUDES[matrix.dtype]
     height, width = matrix.shape

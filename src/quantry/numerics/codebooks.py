@@ -27,10 +27,9 @@ BOOKS = {"nf4": NF4, "fp4": FP4}
 
 
 def nearest_e2m1(values: Tensor) -> Tensor:
-    """E2M1 codes of scaled values: halves go to the even code, what is too large to 6, the sign into bit 3.
+    """Returns the E2M1 codes of scaled values: halves go to the even code, more than 6 to 6, the sign into bit 3.
 
-    A code is a rounded multiple of its step plus where that step's part of the codes begins (0, 2 or 4). Overwrites its
-    argument.
+    A code is a rounded multiple of its step plus the first code with that step (0, 2 or 4). Overwrites its argument.
     """
     sign = torch.signbit(values).to(torch.uint8) << 3
     powers = _e2m1_powers(values.abs_().clamp_(max=6.0))
@@ -39,24 +38,24 @@ def nearest_e2m1(values: Tensor) -> Tensor:
 
 
 def snap_e2m1(values: Tensor) -> Tensor:
-    """The E2M1 values nearest to scaled values; overwrites its argument."""
+    """Returns the E2M1 values nearest to scaled values; overwrites its argument."""
     steps = _e2m1_powers(values.clamp_(-6.0, 6.0)).mul_(0.5)
     return values.div_(steps).round_().mul_(steps)
 
 
 def _e2m1_powers(values: Tensor) -> Tensor:
-    """Twice the step at each value: steps are 0.5 up to 2, 1 up to 4 and 2 above, told by the bits of the exponent."""
+    """Returns twice the step at each value, from its exponent bits: steps are 0.5 up to 2, 1 up to 4 and 2 above."""
     return values.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32).clamp_(1.0, 4.0)
 
 
 def e2m1_values(codes: Tensor) -> Tensor:
-    """The values of E2M1 codes."""
+    """Returns the values of E2M1 codes."""
     table = torch.tensor(E2M1 + tuple(-value for value in E2M1), device=codes.device)
     return table[codes.int()]
 
 
 def encode(weight: Tensor, grid: Grid, scale: Tensor) -> Tensor:
-    """Indices into the code book, in the shape of the weight."""
+    """Returns indices into the code book, in the shape of the weight."""
     blocks = flat_blocks(weight, grid.block[1])
     edges, order = _edges(grid.kind, weight.device)
     inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
@@ -70,21 +69,21 @@ def encode(weight: Tensor, grid: Grid, scale: Tensor) -> Tensor:
 
 
 def decode(codes: Tensor, grid: Grid, scale: Tensor) -> Tensor:
-    """The weights that indices stand for."""
+    """Returns the weights that indices stand for."""
     table = torch.tensor(BOOKS[grid.kind], device=codes.device)
     values = table[flat_blocks(codes, grid.block[1]).int()] * scale[:, None]
     return values.flatten()[: codes.numel()].view(codes.shape)
 
 
 def flat_blocks(tensor: Tensor, block: int) -> Tensor:
-    """The flattened tensor in rows of one block; a last block that is not full is filled with zeros."""
+    """Flattens a tensor into rows of one block, and fills the last block with zeros."""
     flat = tensor.reshape(-1)
     rest = -flat.numel() % block
     return (pad(flat, (0, rest)) if rest else flat).view(-1, block)
 
 
 def nest(absmax: Tensor, block: int = 256) -> tuple[Nested, Tensor]:
-    """Quantizes scales to 8-bit indices, and gives what they decode to."""
+    """Quantizes scales to 8-bit indices; returns these and the scales they decode to."""
     offset = absmax.mean()
     shifted = flat_blocks(absmax - offset, block)
     outer = shifted.abs().amax(dim=1)
@@ -96,7 +95,7 @@ def nest(absmax: Tensor, block: int = 256) -> tuple[Nested, Tensor]:
 
 
 def unnest(nested: Nested) -> Tensor:
-    """The scales that nested indices decode to."""
+    """Returns the scales that nested indices decode to."""
     values = dynamic_table().to(nested.codes.device)[nested.codes.int()]
     outer = nested.absmax.repeat_interleave(nested.block)[: values.numel()]
     return values * outer + nested.offset
@@ -104,7 +103,7 @@ def unnest(nested: Nested) -> Tensor:
 
 @cache
 def dynamic_table() -> Tensor:
-    """bitsandbytes' signed dynamic map: 7 decades, each with twice the resolution of the one below, ascending."""
+    """Returns bitsandbytes' signed dynamic map, ascending: 7 decades, each twice as fine as the one below."""
     values = []
     for decade in range(7):
         edges = torch.linspace(0.1, 1, (1 << decade) + 1, dtype=torch.float32)
@@ -116,14 +115,14 @@ def dynamic_table() -> Tensor:
 
 @cache
 def _edges(kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Midpoints of the sorted book, and the code of each rank."""
+    """Returns the midpoints of the sorted book, and the code of each rank."""
     table = torch.tensor(BOOKS[kind])
     values, order = torch.sort(table, stable=True)
     return ((values[:-1] + values[1:]) / 2).to(device), order.to(torch.uint8).to(device)
 
 
 def _closest(values: Tensor, table: Tensor) -> Tensor:
-    """The index of the nearest entry of an ascending table."""
+    """Returns the index of the nearest entry of an ascending table."""
     above = torch.searchsorted(table, values).clamp(1, table.numel() - 1)
     lower, upper = table[above - 1], table[above]
     return torch.where(values - lower <= upper - values, above - 1, above)

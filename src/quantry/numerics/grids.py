@@ -1,8 +1,8 @@
 """Codes from weights and weights from codes, for every grid, in chunks of rows that stay in the cache.
 
-`encode` picks for each weight the nearest value of its grid, given the scales; `decode` is what the file will give.
-Both compute in float32 and round halves to even where the grid has a middle. The scale enters by division (the code
-books of bitsandbytes by a reciprocal, as there), so that the codes equal those of the formats' own libraries.
+`encode` picks the nearest grid value for each weight, given the scales; `decode` returns the weights that the file will
+give. Both compute in float32 and round halves to even. Weights are divided by their scale (with bitsandbytes' code
+books multiplied by its reciprocal, as there), so that the codes equal those of the formats' own libraries.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}  # the largest finite ma
 
 
 def encode(weight: Tensor, grid: Grid, params: Params) -> Tensor:
-    """The code of the nearest grid value for each weight of a matrix."""
+    """Returns the code of the nearest grid value for each weight of a matrix."""
     if grid.kind in codebooks.BOOKS:
         return codebooks.encode(weight, grid, params.scale)
     codes = torch.empty(weight.shape, dtype=code_dtype(grid), device=weight.device)
@@ -46,7 +46,7 @@ def encode(weight: Tensor, grid: Grid, params: Params) -> Tensor:
 
 
 def decode(codes: Tensor, grid: Grid, params: Params, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weights that codes stand for, computed in float32 and given in `dtype`."""
+    """Returns the weights that codes stand for, computed in float32, as `dtype`."""
     if grid.kind in codebooks.BOOKS:
         return codebooks.decode(codes, grid, params.scale).to(dtype)
     weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
@@ -60,22 +60,22 @@ def decode(codes: Tensor, grid: Grid, params: Params, dtype: torch.dtype = torch
 
 
 def dequantize(tensor: QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Exactly what the file will give."""
+    """Returns the weights that the file will give."""
     return decode(tensor.codes, tensor.grid, tensor.params, dtype)
 
 
 def code_dtype(grid: Grid) -> torch.dtype:
-    """The dtype of the codes of a grid."""
+    """Returns the dtype of the codes of a grid."""
     return torch.int8 if grid.kind == "int" else FLOAT8.get(grid.kind, torch.uint8)
 
 
 def code_range(grid: Grid) -> tuple[int, int]:
-    """The smallest and largest code of an integer grid."""
+    """Returns the smallest and largest code of an integer grid."""
     return -(1 << (grid.bits - 1)), (1 << (grid.bits - 1)) - 1
 
 
 def effective_scale(grid: Grid, params: Params) -> Tensor:
-    """The float32 scale that a code is multiplied with, whatever the stored form."""
+    """Returns the float32 factor of a code, whatever the stored form of the scale."""
     if grid.scale == "e8m0":
         exponents = params.scale.int()  # the bits of a float32 power of two are its exponent alone
         return torch.where(exponents > 0, (exponents << 23).view(torch.float32), 2.0**-127)
@@ -84,7 +84,7 @@ def effective_scale(grid: Grid, params: Params) -> Tensor:
 
 
 def _chunks(matrix: Tensor, grid: Grid, params: Params) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Slices of rows, each with its float32 scales and zeros."""
+    """Yields slices of rows, each with its float32 scales and zeros."""
     height, width = matrix.shape
     chunk = GPU_CHUNK if matrix.is_cuda else CHUNK
     tall = block_of(grid, (height, width))[0]
@@ -102,7 +102,7 @@ def _chunks(matrix: Tensor, grid: Grid, params: Params) -> Iterator[tuple[slice,
 
 
 def snap(grid: Grid) -> Callable[[Tensor], Tensor]:
-    """The rounding of scaled values to the grid's own values; may overwrite its argument."""
+    """Returns a function that rounds scaled values to the grid's own values; it may overwrite its argument."""
     if grid.kind == "int":
         low, high = code_range(grid)
         return lambda values: values.round_().clamp_(low, high)
@@ -113,7 +113,7 @@ def snap(grid: Grid) -> Callable[[Tensor], Tensor]:
 
 
 def _nearest(grid: Grid) -> Callable[[Tensor], Tensor]:
-    """The rounding of scaled values to what becomes a code when it is copied; overwrites its argument."""
+    """Returns a function that rounds scaled values to what becomes a code when copied; it overwrites its argument."""
     if grid.kind == "int":
         return snap(grid)
     if grid.kind in FLOAT8:
@@ -125,5 +125,5 @@ def _nearest(grid: Grid) -> Callable[[Tensor], Tensor]:
 
 
 def _value(grid: Grid) -> Callable[[Tensor], Tensor]:
-    """The grid value of each code, before scaling."""
+    """Returns a function that gives the grid value of each code, before scaling."""
     return codebooks.e2m1_values if grid.kind == "e2m1" else Tensor.float

@@ -1,6 +1,6 @@
-"""The values that codes stand for before any scale, of every grid in one form: whole numbers, small floats, a table.
+"""The values of codes before any scale, for every grid in one form: whole numbers, small floats, or a table.
 
-A method that chooses codes one after another needs only the nearest of these, in whatever dtype it computes.
+A method that chooses codes one after another only needs the nearest of these, in the dtype it computes in.
 """
 
 from dataclasses import dataclass
@@ -11,21 +11,21 @@ from torch import Tensor
 from quantry.numerics.grids import LARGEST, code_range
 from quantry.types import Grid
 
-MANTISSA = {"e4m3": (3, -6), "e5m2": (2, -14), "e2m1": (1, 0)}  # bits of it, and the smallest normal exponent
+MANTISSA = {"e4m3": (3, -6), "e5m2": (2, -14), "e2m1": (1, 0)}  # bits of mantissa, and the smallest normal exponent
 
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    """Values from `low` to `high`: whole numbers, or floats of so many bits of mantissa, or `rungs` in rising order."""
+    """Values from `low` to `high`: whole numbers, floats with some bits of mantissa, or `rungs` in rising order."""
 
     low: float
     high: float
     mantissa: int | None = None
-    smallest: float = 1.0  # the smallest normal power of two of floats; below it steps stay the same
+    smallest: float = 1.0  # the smallest normal power of two; below it the step stays the same
     rungs: tuple[float, ...] = ()
 
     def nearest(self, values: Tensor) -> Tensor:
-        """The nearest values, halves to even (of rungs, to the upper one); may overwrite its argument."""
+        """Returns the nearest values, halves to even (with rungs, to the upper one); may overwrite its argument."""
         if self.rungs:
             rungs = torch.tensor(self.rungs, dtype=values.dtype, device=values.device)
             return rungs[torch.bucketize(values, (rungs[1:] + rungs[:-1]) / 2, right=True)]
@@ -38,7 +38,7 @@ class Ladder:
 
 
 def of_grid(grid: Grid) -> Ladder:
-    """The ladder of an integer or float grid."""
+    """Returns the ladder of an integer or float grid."""
     if grid.kind == "int":
         low, high = code_range(grid)
         return Ladder(low, high)

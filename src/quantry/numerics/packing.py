@@ -1,9 +1,9 @@
-"""Codes of a few bits in the bytes and words of a file, and back.
+"""Packing codes of a few bits into the bytes and words of a file, and unpacking them.
 
 All packings are little-endian bit streams along a row: code i occupies the bits from i * bits on, the lowest first, so
 32 codes fill exactly `bits` words of 32 bits and 3-bit codes cross the borders of bytes and words. Whole columns of
-codes are combined at a time, as bytes; four bytes are then seen as one word, which on a little-endian machine (all that
-torch runs on) is the same stream. Codes are unsigned here: a signed code is stored with half its range added.
+codes are combined at a time, as bytes; a view of four bytes as one word is the same stream on a little-endian machine
+(the only kind torch runs on). Codes are unsigned here: a signed code is stored with half its range added.
 """
 
 from math import ceil
@@ -14,28 +14,28 @@ from torch.nn.functional import pad
 
 
 def unsigned(codes: Tensor, bits: int) -> Tensor:
-    """Signed int8 codes as uint8, with half the range added."""
+    """Turns signed int8 codes into uint8 by adding half the range."""
     return codes.contiguous().view(torch.uint8) + (1 << (bits - 1))
 
 
 def signed(codes: Tensor, bits: int) -> Tensor:
-    """The inverse of `unsigned`."""
+    """Inverts `unsigned`."""
     return (codes - (1 << (bits - 1))).view(torch.int8)
 
 
 def pack_rows(codes: Tensor, bits: int) -> Tensor:
-    """uint8 codes (rows, n) of 2, 3, 4 or 8 bits -> int32 words (rows, ceil(n * bits / 32)) without a gap."""
+    """Packs uint8 codes (rows, n) of 2, 3, 4 or 8 bits into int32 words (rows, ceil(n * bits / 32)) without gaps."""
     words = ceil(codes.shape[1] * bits / 32)
-    return _see_as(_fit(_bytes_of(codes, bits), 4 * words), torch.int32)
+    return _view_as(_fit(_bytes_of(codes, bits), 4 * words), torch.int32)
 
 
 def unpack_rows(words: Tensor, bits: int, n: int) -> Tensor:
-    """The first n codes of each row of words; the inverse of `pack_rows`."""
-    return _codes_of(_see_as(words, torch.uint8), bits)[:, :n].contiguous()
+    """Returns the first n codes of each row of words; inverts `pack_rows`."""
+    return _codes_of(_view_as(words, torch.uint8), bits)[:, :n].contiguous()
 
 
 def pack_rows_spaced(codes: Tensor, bits: int) -> Tensor:
-    """uint8 codes (rows, n) -> int32 words of 32 // bits codes each, where no code crosses a border.
+    """Packs uint8 codes (rows, n) into int32 words of 32 // bits codes each; no code crosses a border.
 
     Differs from `pack_rows` only at 3 bits: ten codes to a word, the two highest bits unused.
     """
@@ -45,49 +45,49 @@ def pack_rows_spaced(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_rows_spaced(words: Tensor, bits: int, n: int) -> Tensor:
-    """The first n codes of each row of words; the inverse of `pack_rows_spaced`."""
+    """Returns the first n codes of each row of words; inverts `pack_rows_spaced`."""
     codes = (words[:, :, None] >> _shifts(bits, words.device)) & ((1 << bits) - 1)
     return codes.to(torch.uint8).flatten(1)[:, :n].contiguous()
 
 
 def pack_nibbles_low_first(codes: Tensor) -> Tensor:
-    """4-bit codes (rows, n) -> bytes (rows, ceil(n / 2)), the first code of a pair in the low nibble."""
+    """Packs 4-bit codes (rows, n) into bytes (rows, ceil(n / 2)), the first of a pair in the low nibble."""
     return _bytes_of(codes, 4)
 
 
 def unpack_nibbles_low_first(data: Tensor, n: int) -> Tensor:
-    """The inverse of `pack_nibbles_low_first`."""
+    """Inverts `pack_nibbles_low_first`."""
     return _codes_of(data, 4)[:, :n].contiguous()
 
 
 def pack_nibbles_high_first(codes: Tensor) -> Tensor:
-    """4-bit codes (rows, n) -> bytes (rows, ceil(n / 2)), the first code of a pair in the high nibble."""
+    """Packs 4-bit codes (rows, n) into bytes (rows, ceil(n / 2)), the first of a pair in the high nibble."""
     return _swap(_bytes_of(codes, 4))
 
 
 def unpack_nibbles_high_first(data: Tensor, n: int) -> Tensor:
-    """The inverse of `pack_nibbles_high_first`."""
+    """Inverts `pack_nibbles_high_first`."""
     return _codes_of(_swap(data), 4)[:, :n].contiguous()
 
 
 def interleave(codes: Tensor) -> Tensor:
-    """Codes (rows, n), n a multiple of 8, each eight in the order 0 2 4 6 1 3 5 7 of AWQ's words."""
+    """Reorders codes (rows, n), n a multiple of 8: each eight in the order 0 2 4 6 1 3 5 7 of AWQ's words."""
     return codes.view(codes.shape[0], -1, 4, 2).transpose(2, 3).reshape(codes.shape)
 
 
 def deinterleave(codes: Tensor) -> Tensor:
-    """The inverse of `interleave`."""
+    """Inverts `interleave`."""
     return codes.view(codes.shape[0], -1, 2, 4).transpose(2, 3).reshape(codes.shape)
 
 
 def _bytes_of(codes: Tensor, bits: int) -> Tensor:
-    """The bit stream of each row in bytes; bits that stick out of a byte fall off the left shift of uint8."""
+    """Returns the bit stream of each row in bytes; the left shift of uint8 drops the bits beyond a byte."""
     if bits == 8:
         return codes
-    each = 8 if bits == 3 else 8 // bits  # codes until the stream is at the border of a byte again
+    each = 8 if bits == 3 else 8 // bits  # codes until the stream reaches a byte border again
     codes = _fit(codes, codes.shape[1] + -codes.shape[1] % each)
     if bits == 4:  # two codes are one 16-bit number, 0x0b0a: shifted onto itself, its low byte is 0xba
-        pairs = _see_as(codes, torch.int16)
+        pairs = _view_as(codes, torch.int16)
         return ((pairs >> 4) | pairs).to(torch.uint8)
     c = codes.view(codes.shape[0], -1, each).unbind(2)
     if bits == 2:
@@ -99,7 +99,7 @@ def _bytes_of(codes: Tensor, bits: int) -> Tensor:
 
 
 def _codes_of(data: Tensor, bits: int) -> Tensor:
-    """The codes in the bytes of each row, up to the last that could be there; the inverse of `_bytes_of`."""
+    """Returns all codes that the bytes of each row can hold; inverts `_bytes_of`."""
     if bits == 8:
         return data
     if bits in (2, 4):
@@ -111,19 +111,19 @@ def _codes_of(data: Tensor, bits: int) -> Tensor:
 
 
 def _fit(data: Tensor, width: int) -> Tensor:
-    """Rows of exactly this width, contiguous: filled with zeros, or cut where only zeros are left over."""
+    """Returns contiguous rows of exactly this width: filled with zeros, or without surplus zeros."""
     if data.shape[1] < width:
         return pad(data, (0, width - data.shape[1]))
     return data[:, :width].contiguous()
 
 
-def _see_as(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same bytes of each row as another dtype; by way of a flat view, as a single row may have any stride."""
+def _view_as(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Views the bytes of each row as another dtype, by way of a flat view, as a single row may have any stride."""
     return data.contiguous().flatten().view(dtype).view(data.shape[0], data.shape[1] * data.itemsize // dtype.itemsize)
 
 
 def _swap(data: Tensor) -> Tensor:
-    """The nibbles of each byte exchanged."""
+    """Swaps the nibbles of each byte."""
     return (data << 4) | (data >> 4)
 
 

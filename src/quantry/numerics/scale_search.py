@@ -1,6 +1,6 @@
-"""The search that fits and transforms share: which fraction of each block's range costs least.
+"""The search that fits and transforms share: the fraction of each block's range with the least error.
 
-Clipping a few extreme weights lets all others sit on a finer grid. Every fraction is tried on all blocks, and each
+Clipping a few extreme weights gives all others a finer grid. The search tries every fraction on all blocks, and each
 block keeps its best, in float32, in chunks of rows small enough to stay in the cache.
 """
 
@@ -15,16 +15,16 @@ from quantry.numerics.grids import GPU_CHUNK, effective_scale, snap
 from quantry.numerics.scales import affine, extremes, symmetric
 from quantry.types import Grid, Params
 
-# errors (row blocks, r, column blocks, c), which may be overwritten -> what blocks cost (row blocks, column blocks)
+# errors (row blocks, r, column blocks, c), which may be overwritten -> cost of blocks (row blocks, column blocks)
 Cost = Callable[[Tensor], Tensor]
 
 
 def search(
     weight: Tensor, grid: Grid, whole: Tensor | None, fractions: Sequence[float], cost: Cost, chunk: int
 ) -> Params:
-    """Parameters for `weight`; `whole` is the largest magnitude of all weights that must share a per-tensor scale.
+    """Returns parameters for `weight`; `whole` is the largest magnitude of all weights that share a per-tensor scale.
 
-    Rows are searched `chunk` weights at a time on a CPU; a cost that tells rows apart needs all in one.
+    The CPU searches `chunk` weights at a time; a cost that depends on the row needs all rows in one chunk.
     """
     if grid.kind in codebooks.BOOKS:
         raise ValueError(f"{grid.kind} scales are absolute maxima by definition")
@@ -63,7 +63,7 @@ def _search(weight: Tensor, grid: Grid, whole: Tensor, fractions: Sequence[float
 
 
 def error_of(blocks: Tensor, grid: Grid, params: Params, work: Tensor) -> Tensor:
-    """What rounding to nearest adds to each weight (row blocks, r, column blocks, c); `work` is overwritten."""
+    """Returns the error of rounding each weight to nearest, (row blocks, r, column blocks, c); overwrites `work`."""
     nearest = snap(grid)
     scale = spread(effective_scale(grid, params))
     torch.div(blocks, scale, out=work)
@@ -76,7 +76,7 @@ def error_of(blocks: Tensor, grid: Grid, params: Params, work: Tensor) -> Tensor
 
 
 def _choose(better: Tensor, trial: Params, best: Params) -> Params:
-    """The trial's parameters where they are better, else those found before."""
+    """Returns the trial's parameters where they are better, else the best so far."""
     as_stored = torch.uint8 if best.scale.itemsize == 1 else best.scale.dtype  # torch cannot select among float8
     scale = torch.where(better, trial.scale.view(as_stored), best.scale.view(as_stored)).view(best.scale.dtype)
     zero = None if trial.zero is None or best.zero is None else torch.where(better, trial.zero, best.zero)
@@ -84,14 +84,14 @@ def _choose(better: Tensor, trial: Params, best: Params) -> Params:
 
 
 def diagonal_blocks(gram: Tensor, size: int) -> Tensor:
-    """(channels, channels) -> (blocks, size, size), filled up with zeros where the last block sticks out."""
+    """Cuts (channels, channels) into (blocks, size, size), the last block filled up with zeros."""
     count = -(-len(gram) // size)
     gram = torch.nn.functional.pad(gram, (0, count * size - len(gram)) * 2)
     return gram.view(count, size, count, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
 
 
 def output_error(grams: Tensor) -> Cost:
-    """The cost d G d' of each block, G being the Gram matrix of what its columns are multiplied with."""
+    """Returns the cost d G d' of each block, with G the Gram matrix of the inputs of its columns."""
 
     def cost(error: Tensor) -> Tensor:
         high, tall, wide, size = error.shape

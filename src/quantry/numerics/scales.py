@@ -1,4 +1,4 @@
-"""Scales from ranges: what a grid's parameters must be for a block to just fit, rounded to their stored dtype.
+"""Scales from ranges: the parameters with which a grid just covers a block, rounded to their stored dtype.
 
 Rounding a scale comes before choosing codes, never after: the codes are chosen for the scale that the file will hold.
 """
@@ -16,7 +16,7 @@ NVFP4_OUTER = 448.0 * 6.0  # largest scale times largest code: the tensor's maxi
 
 
 def symmetric(top: Tensor, grid: Grid, whole: Tensor) -> Params:
-    """Parameters under which each block reaches `top`; `whole` is the largest of all that share an outer scale."""
+    """Returns parameters with which each block reaches `top`; `whole` is the largest under one outer scale."""
     if grid.kind in codebooks.BOOKS:
         if not grid.nested:
             return Params(top)
@@ -33,7 +33,7 @@ def symmetric(top: Tensor, grid: Grid, whole: Tensor) -> Params:
 
 
 def affine(low: Tensor, high: Tensor, grid: Grid) -> Params:
-    """Scale and zero point of an integer grid that spans `low` to `high` and contains 0."""
+    """Returns scale and zero point of an integer grid that spans `low` to `high` and contains 0."""
     low, high = low.clamp(max=0), high.clamp(min=0)
     scale = stored((high - low) / (2**grid.bits - 1), grid)
     smallest, largest = code_range(grid)
@@ -42,20 +42,20 @@ def affine(low: Tensor, high: Tensor, grid: Grid) -> Params:
 
 
 def stored(scale: Tensor, grid: Grid) -> Tensor:
-    """A scale in its stored dtype; a block of zeros gets 1, one too small for the dtype its smallest normal value."""
+    """Returns a scale in its stored dtype: 1 for a block of zeros, the smallest normal value for a tiny one."""
     dtype = SCALE_DTYPES[grid.scale]
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     return scale.clamp(torch.finfo(dtype).tiny, torch.finfo(dtype).max).to(dtype)
 
 
 def extremes(matrix: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest value of each block, in float32."""
+    """Returns the smallest and the largest value of each block, in float32."""
     low, high = cut(matrix, grid).transpose(1, 2).flatten(2).aminmax(dim=2)
     return low.float(), high.float()
 
 
 def _exponents(top: Tensor) -> Tensor:
-    """E8M0 exponents as the MX tools choose them: a maximum below 7 (1.75 * 4) is cut to 6, a larger one moves up."""
+    """Returns E8M0 exponents as the MX tools choose them: maxima from 1.75 * 2**n on take the next power of two."""
     mantissa, exponent = torch.frexp(top)  # top = mantissa * 2**exponent, mantissa in [0.5, 1)
     exponent = exponent - 1 + (mantissa >= 0.875).int()
     return torch.where(top > 0, exponent - 2 + 127, 127).clamp(0, 254).to(torch.uint8)

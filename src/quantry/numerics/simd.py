@@ -1,8 +1,8 @@
 """Small loops as machine code: arithmetic on 16 float32 lanes written in Python, compiled by LLVM for this processor.
 
-A `Kernel` is built once by running Python code on `Vector`s, which records the operations instead of doing them. LLVM
-maps 16 lanes onto whatever registers the processor has. Every operation is one IEEE operation (nothing is fused or
-reordered), so each lane computes exactly what scalar code would. Compiling takes about a tenth of a second.
+A `Kernel` runs Python code on `Vector`s once and records the operations instead of doing them. LLVM maps 16 lanes onto
+the registers the processor has. Every operation is one IEEE operation (nothing is fused or reordered), so each lane
+computes exactly what scalar code would. Compiling takes about a tenth of a second.
 """
 
 import ctypes
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 LANES = 16
-AVAILABLE = find_spec("llvmlite") is not None and sys.platform != "win32"  # untried there
-_lock = Lock()  # LLVM is set up by one thread at a time
+AVAILABLE = find_spec("llvmlite") is not None and sys.platform != "win32"  # not tested there
+_lock = Lock()  # one thread at a time sets up LLVM
 
 
 class Vector:
@@ -84,8 +84,8 @@ class Kernel:
         self.float, self.byte, self.index = self.ir.FloatType(), self.ir.IntType(8), self.ir.IntType(64)
         self.vector = self.ir.VectorType(self.float, LANES)
         self.module = self.ir.Module()
-        kinds = [*[self.float.as_pointer()] * pointers, self.index]
-        self.function = self.ir.Function(self.module, self.ir.FunctionType(self.ir.VoidType(), kinds), "kernel")
+        types = [*[self.float.as_pointer()] * pointers, self.index]
+        self.function = self.ir.Function(self.module, self.ir.FunctionType(self.ir.VoidType(), types), "kernel")
         self.builder = self.ir.IRBuilder(self.function.append_basic_block())
         *self.pointers, self.count = self.function.args
         body(self)
@@ -95,7 +95,7 @@ class Kernel:
         self.run = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * pointers, ctypes.c_int64)(address)
 
     def __call__(self, *arguments: torch.Tensor | int | None) -> None:
-        """Runs; other threads of Python go on meanwhile."""
+        """Runs the kernel, without holding Python's lock."""
         self.run(*(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments))
 
     # Numbers in lanes
@@ -113,34 +113,34 @@ class Kernel:
         return Vector(self, self.builder.select(mask.value, self._value(yes), self._value(no)))
 
     def nearest(self, value: Vector) -> Vector:
-        """The nearest whole number, halves to even."""
+        """Rounds to the nearest whole number, halves to even."""
         return self.call("rint", value)
 
     def root(self, value: Vector) -> Vector:
         return self.call("sqrt", value)
 
     def least(self, left: Vector, right: Operand) -> Vector:
-        """The smaller one, or the one that is a number."""
+        """Returns the smaller operand; if one is NaN, the other."""
         return self.call("minnum", left, right)
 
     def most(self, left: Vector, right: Operand) -> Vector:
         return self.call("maxnum", left, right)
 
     def clamp(self, value: Vector, low: float, high: float) -> Vector:
-        """Within limits; what is not a number becomes the lower one."""
+        """Clamps a value to limits; NaN becomes the lower one."""
         return self.least(self.most(value, low), high)
 
     def call(self, name: str, *operands: Operand) -> Vector:
-        """One of LLVM's own functions."""
+        """Calls one of LLVM's own functions."""
         full = f"llvm.{name}.v{LANES}f32"
-        kind = self.ir.FunctionType(self.vector, [self.vector] * len(operands))
-        function = self.module.globals.get(full) or self.ir.Function(self.module, kind, full)
+        signature = self.ir.FunctionType(self.vector, [self.vector] * len(operands))
+        function = self.module.globals.get(full) or self.ir.Function(self.module, signature, full)
         return Vector(self, self.builder.call(function, [self._value(operand) for operand in operands]))
 
     # Loops
 
     def repeat(self, times: Any, state: Sequence[Operand], body: Callable[..., Sequence[Vector]]) -> list[Vector]:
-        """A loop that runs at least once: `body(index, *state)` gives the next state. Gives the last one."""
+        """Records a loop that runs at least once: `body(index, *state)` returns the next state; returns the last."""
         count = self.index(times) if isinstance(times, int) else times
         before, head = self.builder.block, self.function.append_basic_block()
         self.builder.branch(head)
@@ -160,13 +160,17 @@ class Kernel:
         return after
 
     def each(self, times: Any, body: Callable[[Any], None]) -> None:
-        """The same without a state."""
+        """Records a loop without a state."""
 
         def step(index: Any) -> tuple[()]:
             body(index)
             return ()
 
         self.repeat(times, [], step)
+
+    def each_tile(self, body: Callable[[Any], None]) -> None:
+        """Records a loop over `count` in steps of 16: body(first)."""
+        self.each(self.builder.udiv(self.count, self.index(LANES)), lambda index: body(self.at(index, LANES, 0)))
 
     def fill(self, array: "Array", value: Callable[[Any], Vector]) -> None:
         """Sets every element of an array."""
@@ -175,66 +179,66 @@ class Kernel:
     # Memory
 
     def array(self, length: int) -> "Array":
-        with self.builder.goto_entry_block():  # not where a loop would take new memory every time
+        with self.builder.goto_entry_block():  # within a loop, every turn would take new memory
             start = self.builder.alloca(self.ir.ArrayType(self.vector, length))
         return Array(self, start, length)
 
     def table(self, numbers: Sequence[float]) -> Any:
-        """A pointer to constants."""
-        kind = self.ir.ArrayType(self.float, len(numbers))
-        table = self.ir.GlobalVariable(self.module, kind, self.module.get_unique_name("table"))
-        table.initializer = self.ir.Constant(kind, [ctypes.c_float(number).value for number in numbers])
+        """Returns a pointer to constants."""
+        array = self.ir.ArrayType(self.float, len(numbers))
+        table = self.ir.GlobalVariable(self.module, array, self.module.get_unique_name("table"))
+        table.initializer = self.ir.Constant(array, [ctypes.c_float(number).value for number in numbers])
         return self.builder.gep(table, [self.index(0), self.index(0)])
 
     def at(self, row: Any, width: Any, column: Any) -> Any:
-        """The index of an element of a matrix."""
+        """Returns the index of an element of a matrix."""
         high, wide, far = (self.index(number) if isinstance(number, int) else number for number in (row, width, column))
         return self.builder.add(self.builder.mul(high, wide), far)
 
     def pick(self, pointer: Any, index: Any) -> Vector:
-        """One number for all lanes."""
+        """Loads one number for all lanes."""
         number = self.builder.load(self.builder.gep(pointer, [index]))
         first = self.builder.insert_element(self.ir.Constant(self.vector, self.ir.Undefined), number, self.index(0))
         return Vector(self, self._shuffled(first, first, [0] * LANES))
 
     def load(self, pointer: Any, index: Any) -> Vector:
-        """The 16 numbers from an index on."""
-        return Vector(self, self.builder.load(self._place(pointer, index, self.vector), align=4))
+        """Loads the 16 numbers from an index on."""
+        return Vector(self, self.builder.load(self._address(pointer, index, self.vector), align=4))
 
     def store(self, value: Vector, pointer: Any, index: Any) -> None:
-        self.builder.store(value.value, self._place(pointer, index, self.vector), align=4)
+        self.builder.store(value.value, self._address(pointer, index, self.vector), align=4)
 
     def load_bytes(self, pointer: Any, index: Any) -> Vector:
-        """The 16 bytes from an index on, as numbers."""
-        numbers = self.builder.load(self._place(pointer, index, self._bytes()), align=1)
+        """Loads the 16 bytes from an index on, as numbers."""
+        numbers = self.builder.load(self._address(pointer, index, self._bytes()), align=1)
         return Vector(self, self.builder.uitofp(numbers, self.vector))
 
     def store_bytes(self, value: Vector, pointer: Any, index: Any) -> None:
         """Stores whole numbers from 0 to 255 as bytes."""
         numbers = self.builder.fptoui(value.value, self._bytes())
-        self.builder.store(numbers, self._place(pointer, index, self._bytes()), align=1)
+        self.builder.store(numbers, self._address(pointer, index, self._bytes()), align=1)
 
     def load_rows(self, pointer: Any, first: Any, width: int, column: Any, array: "Array") -> None:
-        """Elements from a column on of 16 rows of a matrix, so that a lane holds a row."""
+        """Loads elements from a column on of 16 rows of a matrix, so that a lane holds a row."""
         for start in range(0, array.length, LANES):
             rows = [self.load(pointer, place).value for place in self._rows(first, width, column, start)]
             for element, value in enumerate(self._transposed(rows)):
                 array[start + element] = Vector(self, value)
 
     def store_rows(self, array: "Array", pointer: Any, first: Any, width: int, column: Any) -> None:
-        """The inverse, into a matrix of bytes."""
+        """Stores elements into a matrix of bytes; inverts `load_rows`."""
         for start in range(0, array.length, LANES):
             rows = self._transposed([array[start + element].value for element in range(LANES)])
             for value, place in zip(rows, self._rows(first, width, column, start), strict=True):
                 self.store_bytes(Vector(self, value), pointer, place)
 
     def _rows(self, first: Any, width: int, column: Any, start: int) -> list[Any]:
-        """Where 16 rows of a matrix go on from a column plus a number."""
+        """Returns the index of each of 16 rows of a matrix at a column plus an offset."""
         rows = [self.builder.add(first, self.index(row)) for row in range(LANES)]
         return [self.at(row, width, self.builder.add(column, self.index(start))) for row in rows]
 
     def _transposed(self, rows: list[Any]) -> list[Any]:
-        """Swaps ever larger blocks beside the diagonal: 1 by 1, 2 by 2, 4 by 4, 8 by 8."""
+        """Transposes by swapping ever larger off-diagonal blocks: 1 by 1, 2 by 2, 4 by 4, 8 by 8."""
         for step in (1, 2, 4, 8):
             low = [lane if not lane & step else LANES + lane - step for lane in range(LANES)]
             high = [lane + step if not lane & step else LANES + lane for lane in range(LANES)]
@@ -244,12 +248,12 @@ class Kernel:
         return rows
 
     def _shuffled(self, left: Any, right: Any, order: list[int]) -> Any:
-        kind = self.ir.VectorType(self.ir.IntType(32), LANES)
-        return self.builder.shuffle_vector(left, right, self.ir.Constant(kind, order))
+        indices = self.ir.Constant(self.ir.VectorType(self.ir.IntType(32), LANES), order)
+        return self.builder.shuffle_vector(left, right, indices)
 
-    def _place(self, pointer: Any, index: Any, kind: Any) -> Any:
-        start = self.builder.bitcast(pointer, kind.element.as_pointer())
-        return self.builder.bitcast(self.builder.gep(start, [index]), kind.as_pointer())
+    def _address(self, pointer: Any, index: Any, vector: Any) -> Any:
+        start = self.builder.bitcast(pointer, vector.element.as_pointer())
+        return self.builder.bitcast(self.builder.gep(start, [index]), vector.as_pointer())
 
     def _bytes(self) -> Any:
         return self.ir.VectorType(self.byte, LANES)
@@ -259,7 +263,7 @@ class Kernel:
 
 
 class Array:
-    """Vectors in memory, which stays in the processor's first cache."""
+    """Vectors in memory, which stay in the processor's first cache."""
 
     def __init__(self, kernel: Kernel, start: Any, length: int) -> None:
         self.kernel, self.start, self.length = kernel, start, length
@@ -276,7 +280,7 @@ class Array:
 
 
 def _compile(source: str) -> tuple[Any, int]:
-    """Machine code for this processor: what keeps it alive, and where it starts."""
+    """Compiles for this processor; returns the engine, which keeps the code alive, and its address."""
     llvm = import_module("llvmlite.binding")
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()

@@ -1,14 +1,14 @@
-"""Scales that are fixed before serving, of a layer's input and of the KV cache, from what calibration saw of them.
+"""Scales that are fixed before serving, for a layer's input and for the KV cache, from calibration statistics.
 
-They are no fits: a fit sees every value that it will round. Here there are the largest magnitudes and counts over 2048
-equal steps, and the values to come will be others. The range that a scale covers is
+A fit sees every value that it will round. Here only the largest magnitudes and counts over 2048 equal steps are known,
+and later values will differ. The range that a scale covers is
 
 - minmax: up to the largest magnitude seen,
 - percentile: up to the magnitude that 99.99 % of all values stay below,
 - mse: the one whose rounding, clipping included, has the least mean square error on the counts.
 
-The error over the counts is exact for values that are spread evenly within a step: it is an integral of squares, in
-closed form between the points where rounding changes its mind. Sampling would alias with fine grids.
+The error over the counts is exact for values that are spread evenly within a step: an integral of squares, in closed
+form between the points where rounding switches to the next value. Sampling would alias with fine grids.
 """
 
 from collections.abc import Callable
@@ -27,9 +27,10 @@ SHRINKING = tuple(2 ** (-step / 24) for step in range(24 * 8))  # of the largest
 
 
 def input_scale(stats: Stats, grid: Grid, method: str = "minmax") -> Tensor:
-    """The scale, (1,), of an input that is rounded to `grid` with one scale for all, in the dtype that the grid names.
+    """Returns the scale, (1,), of an input that is rounded to `grid` with one scale, in the dtype the grid names.
 
-    For NVFP4, whose groups have scales of their own, it is the float32 divisor that keeps those in E4M3's range.
+    For NVFP4, whose groups have scales too, it is the float32 divisor that keeps those in E4M3's range. Raises
+    UnknownNameError for an unknown method, RecipeError if the method cannot work with the grid or the statistics.
     """
     if method not in METHODS:
         raise UnknownNameError(
@@ -39,25 +40,25 @@ def input_scale(stats: Stats, grid: Grid, method: str = "minmax") -> Tensor:
         return stored(METHODS[method](stats, grid) / largest_code(grid), grid).reshape(1)
     if method == "mse":
         raise RecipeError(
-            "mse cannot choose the input scale of nvfp4, whose groups have scales of their own", fix="use minmax"
+            "mse cannot choose the input scale of nvfp4, because each of its groups has a scale", fix="use minmax"
         )
     top = METHODS[method](stats, grid)
     return torch.where(top > 0, NVFP4_OUTER / top, 1.0).float().reshape(1)
 
 
 def cache_scale(largest: Tensor, grid: Grid) -> Tensor:
-    """The scale of keys or values, from the largest magnitude of each head: (1,), or (heads, 1, 1) with one a head."""
+    """Returns the scale of keys or values from the largest magnitude of each head: (1,), or (heads, 1, 1) per head."""
     top = largest.reshape(-1, 1, 1) if grid.block == (1, 0) else largest.max().reshape(1)
     return stored(top.float() / largest_code(grid), grid)
 
 
 def largest_code(grid: Grid) -> float:
-    """What the largest magnitude is divided by: 127 for int8, 448 for E4M3."""
+    """Returns the divisor of the largest magnitude: 127 for int8, 448 for E4M3."""
     return LARGEST[grid.kind] if grid.kind in LARGEST else float(code_range(grid)[1])
 
 
 def percentile(stats: Stats, percent: float = PERCENT) -> Tensor:
-    """The magnitude below which so many of all values are; within a step of the counts they are taken as even."""
+    """Returns the magnitude that `percent` % of all values stay below, with values even within a step of the counts."""
     counts = _counts(stats)
     wanted = counts.sum() * (percent / 100)
     below = counts.cumsum(0)
@@ -67,7 +68,7 @@ def percentile(stats: Stats, percent: float = PERCENT) -> Tensor:
 
 
 def squared_error(stats: Stats, grid: Grid, scale: Tensor) -> Tensor:
-    """The sum of squared errors of the counted values, rounded to a grid with this scale; negative ones as positive."""
+    """Returns the sum of squared errors of the counted magnitudes, rounded to a grid with this scale."""
     counts, values = _counts(stats), _magnitudes(grid)
     edges = torch.linspace(0, 1, len(counts) + 1, dtype=torch.float64) * (_top(stats) / scale.double().cpu())
     means = _integral(edges, values).diff() / edges[1]
@@ -83,7 +84,7 @@ def _percentile(stats: Stats, grid: Grid) -> Tensor:
 
 
 def _least_error(stats: Stats, grid: Grid) -> Tensor:
-    """The range under which rounding costs least, tried with the scales that the file would hold."""
+    """Returns the range with the least rounding error, tried with the scales that the file would hold."""
     top = _minmax(stats, grid)
     if not top > 0:
         return top
@@ -102,7 +103,7 @@ METHODS: dict[str, Callable[[Stats, Grid], Tensor]] = {
 def _counts(stats: Stats) -> Tensor:
     if stats.histogram is None:
         raise RecipeError(
-            "there are no counts of this input, which percentile and mse need",
+            "percentile and mse need counts of this input, and calibration kept none",
             fix="use minmax, or a preset that does not scale the inputs first",
         )
     return stats.histogram.cpu().double()
@@ -113,7 +114,7 @@ def _top(stats: Stats) -> Tensor:
 
 
 def _magnitudes(grid: Grid) -> Tensor:
-    """The magnitudes of a grid before scaling, rising from 0."""
+    """Returns the magnitudes of a grid before scaling, rising from 0."""
     if grid.kind == "int":
         return torch.arange(code_range(grid)[1] + 1, dtype=torch.float64)
     values = torch.arange(128, dtype=torch.uint8).view(FLOAT8[grid.kind]).double()
@@ -121,7 +122,7 @@ def _magnitudes(grid: Grid) -> Tensor:
 
 
 def _integral(points: Tensor, values: Tensor) -> Tensor:
-    """The integral from 0 to each point of the squared distance to the nearest of the values.
+    """Returns the integral from 0 to each point of the squared distance to the nearest of the values.
 
     Around each value v, from one middle m to the next, the distance is x - v, so the integral is a cube there.
     """

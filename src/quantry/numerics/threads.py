@@ -1,11 +1,11 @@
-"""Rows of a matrix in chunks, over threads, with memory that is used again.
+"""Rows of a matrix in chunks, over threads, with buffers that are used again.
 
-Fresh memory is what a chunk of arithmetic would spend most of its time on (page faults), so every thread keeps its
-buffers from one chunk to the next.
+Fresh memory would cost a chunk more time (page faults) than its arithmetic, so every thread keeps its buffers from one
+chunk to the next.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 
@@ -13,55 +13,56 @@ import torch
 from torch import Tensor
 
 
-class _Held(threading.local):
+class _Buffers(threading.local):
     """The buffers of one thread by name."""
 
     def __init__(self) -> None:
-        self.buffers: dict[str, Tensor] = {}
+        self.by_name: dict[str, Tensor] = {}
 
 
-_held = _Held()
+_buffers = _Buffers()
 
 
-def spread(rows: int, most: int, work: Callable[[int, int], None], threads: int | None = None) -> None:
-    """Calls work(start, stop) for all rows, at most so many a call, on so many threads (torch's number if not given).
+def spread(
+    rows: int, most: int, work: Callable[[int, int], None], device: torch.device, threads: int | None = None
+) -> None:
+    """Calls work(start, stop) for all rows, at most `most` a call: on a CPU over threads, else one after the other.
 
-    Within a call torch runs on one core; afterwards it has the number of threads that it had before.
+    Within a call on a CPU torch runs on one core; afterwards it has the number of threads that it had before.
     """
+    if device.type != "cpu":
+        for start in range(0, rows, most):
+            work(start, min(start + most, rows))
+        return
     before = torch.get_num_threads()
-    threads = threads or before
-    step = max(-(-most // 8), min(most, -(-rows // (4 * threads))))  # several turns for each thread, but not tiny ones
-    todo = iter(range(0, rows, step))
+    count = threads or before
+    step = max(-(-most // 8), min(most, -(-rows // (4 * count))))  # several chunks for each thread, but not tiny ones
+    chunks = [(start, min(start + step, rows)) for start in range(0, rows, step)]
     try:
-        if threads == 1 or rows <= step:
+        if count == 1 or len(chunks) == 1:
             torch.set_num_threads(1)
-            return _work_off(todo, step, rows, work)
-        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            for task in [pool.submit(_work_off, todo, step, rows, work) for _ in range(threads)]:
+            for chunk in chunks:
+                work(*chunk)
+            return
+        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            for task in [pool.submit(work, *chunk) for chunk in chunks]:
                 task.result()
     finally:
         torch.set_num_threads(before)
-    return None
 
 
 def buffer(name: str, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Memory of this shape, on the CPU the same as last time; what is in it lasts until the name is asked for again."""
-    if like.device.type != "cpu":  # there torch keeps the memory itself
+    """Returns memory of this shape, on the CPU the same each time; its content lasts until the name is used again."""
+    if like.device.type != "cpu":  # torch keeps freed GPU memory itself
         return torch.empty(shape, dtype=dtype, device=like.device)
-    held, size = _held.buffers.get(name), prod(shape)
-    if held is None or held.numel() < size or held.dtype != dtype:
-        held = _held.buffers[name] = torch.empty(size, dtype=dtype)
-    return held[:size].view(shape)
+    memory, size = _buffers.by_name.get(name), prod(shape)
+    if memory is None or memory.numel() < size or memory.dtype != dtype:
+        memory = _buffers.by_name[name] = torch.empty(size, dtype=dtype)
+    return memory[:size].view(shape)
 
 
 def as_float(rows: Tensor) -> Tensor:
-    """Rows as contiguous float32: themselves, or a copy in a buffer."""
+    """Returns rows as contiguous float32: the rows themselves, or a copy in a buffer."""
     if rows.dtype == torch.float32 and rows.is_contiguous():
         return rows
     return buffer("rows", tuple(rows.shape), rows).copy_(rows)
-
-
-def _work_off(todo: Iterator[int], step: int, rows: int, work: Callable[[int, int], None]) -> None:
-    """Takes one chunk after the other from what is still to do, along with the other threads."""
-    for start in todo:
-        work(start, min(start + step, rows))

@@ -7,14 +7,13 @@ from typing import Any
 from torch import Tensor
 
 from quantry.numerics.ladders import Ladder
-from quantry.numerics.simd import AVAILABLE, LANES, Kernel, Vector
+from quantry.numerics.simd import LANES, Kernel, Vector
 
-__all__ = ["AVAILABLE"]
-EXPONENT = 0x7F800000  # the bits of a float32 that hold it
+EXPONENT = 0x7F800000  # the exponent bits of a float32
 
 
 def block(ladder: Ladder, weight: Tensor, step: Tensor, shift: Tensor | None, upper: Tensor, error: Tensor) -> None:
-    """The same as `plain.block`, for contiguous float32 with a multiple of 16 rows."""
+    """Does the same as `plain.block`, for contiguous float32 with a multiple of 16 rows."""
     columns, rows = weight.shape
     _loop(ladder, columns, shift is not None)(weight, step, shift, upper, error, rows)
 
@@ -41,18 +40,17 @@ def _loop(ladder: Ladder, columns: int, shifted: bool) -> Kernel:
             k.store(level, weights, place)
             k.store(error, errors, place)
 
-            def take_back(i: Any) -> None:  # from this column on: a loop runs at least once, and x[j] is done with
+            def compensate(
+                i: Any,
+            ) -> None:  # from j on: a loop runs at least once, and x[j] is not used again
                 later = k.builder.add(j, i)
                 x[later] = x[later] - k.pick(upper, k.at(j, columns, later)) * error
 
-            k.each(k.builder.sub(k.index(columns), j), take_back)
+            k.each(k.builder.sub(k.index(columns), j), compensate)
 
         k.each(columns, column)
 
-    def body(k: Kernel) -> None:
-        k.each(k.builder.udiv(k.count, k.index(LANES)), lambda index: tile(k, k.at(index, LANES, 0)))
-
-    return Kernel(body, 5)
+    return Kernel(lambda k: k.each_tile(lambda first: tile(k, first)), 5)
 
 
 def _nearest(k: Kernel, ladder: Ladder, values: Vector) -> Vector:
@@ -69,7 +67,7 @@ def _nearest(k: Kernel, ladder: Ladder, values: Vector) -> Vector:
 
 
 def _power(k: Kernel, values: Vector) -> Vector:
-    """The power of two at or below each magnitude: a float32 of which only the exponent is left."""
+    """Returns the power of two at or below each magnitude: the float32 with its exponent bits alone."""
     kind = k.ir.VectorType(k.ir.IntType(32), LANES)
     bits = k.builder.and_(k.builder.bitcast(values.value, kind), k.ir.Constant(kind, [EXPONENT] * LANES))
     return Vector(k, k.builder.bitcast(bits, k.vector))

@@ -1,11 +1,11 @@
 """The loop within a block as a Triton kernel: one launch for 128 columns. Triton comes with torch for GPUs.
 
-A program holds 16 rows in registers. Column j is picked out of them by a sum over a mask, which is exact, and row j of
-U times the error is taken from all; U is 0 before the diagonal, so what is done with is left alone.
+A program holds 16 rows in registers. A sum over a mask, which is exact, picks column j; row j of U times the error is
+subtracted from all columns. U is 0 before the diagonal, so finished columns stay unchanged.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
-# (Triton looks up what parameters are annotated with, and knows only its own names.)
+# (Triton evaluates parameter annotations, and knows only its own names.)
 
 from functools import cache
 from importlib import import_module
@@ -28,14 +28,14 @@ ROWS = 16  # of a program
 
 
 def block(ladder: Ladder, weight: Tensor, step: Tensor, shift: Tensor | None, upper: Tensor, error: Tensor) -> None:
-    """The same as `plain.block`, for contiguous float32 on a GPU."""
+    """Does the same as `plain.block`, for contiguous float32 on a GPU."""
     columns, rows = weight.shape
     level = torch.empty_like(weight)
     middles, climbs = _rungs(ladder, weight.device)
-    form = 2 if ladder.rungs else 0 if ladder.mantissa is None else 1
+    shape = 2 if ladder.rungs else 0 if ladder.mantissa is None else 1
     _loop[(triton.cdiv(rows, ROWS),)](
         weight, level, error, step, step if shift is None else shift, upper, middles, climbs, rows,
-        columns=columns, width=triton.next_power_of_2(columns), height=ROWS, shifted=shift is not None, form=form,
+        columns=columns, width=triton.next_power_of_2(columns), height=ROWS, shifted=shift is not None, shape=shape,
         low=float(ladder.low), high=float(ladder.high), smallest=ladder.smallest,
         fraction=2.0 ** -(ladder.mantissa or 0), steps=middles.numel(),
     )  # fmt: skip
@@ -44,7 +44,7 @@ def block(ladder: Ladder, weight: Tensor, step: Tensor, shift: Tensor | None, up
 
 @cache
 def _rungs(ladder: Ladder, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The midpoints of a ladder with rungs, and what is climbed at each."""
+    """Returns the midpoints of a ladder with rungs, and the difference of the rungs at each."""
     pairs = list(pairwise(ladder.rungs)) or [(0.0, 0.0)]
     return (
         torch.tensor([(lower + upper) / 2 for lower, upper in pairs], dtype=torch.float32, device=device),
@@ -53,21 +53,21 @@ def _rungs(ladder: Ladder, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _round_whole(values):
-    """Halves to even, for magnitudes below 2**22: from 2**23 on a float32 has no fraction."""
+    """Rounds halves to even, for magnitudes below 2**22: from 2**23 on a float32 has no fraction."""
     return (values + 12582912.0) - 12582912.0
 
 
 def _find_nearest(
-    values, middles, climbs, form: constexpr, low: constexpr, high: constexpr, smallest: constexpr,
+    values, middles, climbs, shape: constexpr, low: constexpr, high: constexpr, smallest: constexpr,
     fraction: constexpr, steps: constexpr,
 ):  # fmt: skip
-    if form == 2:  # rungs
+    if shape == 2:  # rungs
         level = tl.full(values.shape, low, tl.float32)
         for i in tl.static_range(steps):
             level += tl.where(values < tl.load(middles + i), 0.0, tl.load(climbs + i))
         return level
     values = tl.minimum(tl.maximum(values, low), high)
-    if form == 0:  # whole numbers
+    if shape == 0:  # whole numbers
         return _whole(values)
     power = (values.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     step = tl.maximum(power, smallest) * fraction
@@ -76,7 +76,7 @@ def _find_nearest(
 
 def _columns(
     weights, levels, errors, steps_of, shifts, upper, middles, climbs,
-    rows, columns: constexpr, width: constexpr, height: constexpr, shifted: constexpr, form: constexpr,
+    rows, columns: constexpr, width: constexpr, height: constexpr, shifted: constexpr, shape: constexpr,
     low: constexpr, high: constexpr, smallest: constexpr, fraction: constexpr, steps: constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * height + tl.arange(0, height)
@@ -91,7 +91,7 @@ def _columns(
             shift = tl.load(shifts + j * rows + row, mask=here, other=0.0)
             moved = value + shift
         level = _nearest(
-            tl.div_rn(moved, tl.where(step == 0.0, 1.0, step)), middles, climbs, form, low, high, smallest, fraction,
+            tl.div_rn(moved, tl.where(step == 0.0, 1.0, step)), middles, climbs, shape, low, high, smallest, fraction,
             steps,
         )  # fmt: skip
         stored = level * step

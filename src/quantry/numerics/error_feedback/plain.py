@@ -1,4 +1,4 @@
-"""The loop within a block in torch, for any dtype and device: what the others are held against."""
+"""The loop within a block in torch, for any dtype and device: the reference for the faster versions."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from quantry.numerics.ladders import Ladder
 
 
 def block(ladder: Ladder, weight: Tensor, step: Tensor, shift: Tensor | None, upper: Tensor, error: Tensor) -> None:
-    """Turns weights (columns, rows) into levels in place, and leaves what later blocks have to take back in `error`.
+    """Turns weights (columns, rows) into levels in place; leaves in `error` what later blocks must compensate.
 
     `step` and `shift` are those of each weight, `upper` the part of U that belongs to these columns.
     """

@@ -1,35 +1,37 @@
-"""Float32 arithmetic that rounds as ggml's C does.
+"""Float32 arithmetic that rounds exactly as ggml's C code does.
 
-Candidates that nearly tie are decided by the last bit, so sums run in the order of a plain loop, and nothing is
-multiplied with a reciprocal where C divides. Numbers lie elements first, (elements of a block, blocks): a sum over each
-block is then a sum of rows.
+The last bit decides between candidates that nearly tie, so sums run in the order of a plain loop, and code divides
+wherever C divides. Tensors are elements first, (elements of a block, blocks): a sum over each block is a sum of rows.
 """
 
 import numpy as np
 import torch
 from torch import Tensor
 
-TINY = 1e-15  # a block whose largest magnitude is below counts as all zero
-ALIGN = 64  # torch adds the columns of a rest, after the last whole vector, in another order
+TINY = 1e-15  # a block counts as all zero if its largest magnitude is below this
+ALIGN = 64  # torch adds the columns after the last whole vector in another order
 ORDERED = 16  # rows that torch adds one after another
 
 
-def add_up(rows: Tensor, out: Tensor) -> Tensor:
-    """The sum of all rows in their order; on the CPU columns are a multiple of `ALIGN`. Overwrites its arguments."""
+def add_up(rows: Tensor, out: Tensor | None = None) -> Tensor:
+    """Sums (..., rows, columns) over the rows, in their order; on the CPU columns are a multiple of `ALIGN`.
+
+    Overwrites its arguments."""
     if rows.device.type != "cpu":
-        out.copy_(rows[0])
-        for row in rows.unbind()[1:]:
-            out += row
-        return out
-    torch.sum(rows[:ORDERED], dim=0, out=out)
-    for start in range(ORDERED, rows.shape[0], ORDERED):
-        rows[start] += out
-        torch.sum(rows[start : start + ORDERED], dim=0, out=out)
-    return out
+        first, *others = rows.unbind(-2)
+        total = first.clone() if out is None else out.copy_(first)
+        for row in others:
+            total += row
+        return total
+    total = torch.sum(rows[..., :ORDERED, :], dim=-2, out=out)
+    for start in range(ORDERED, rows.shape[-2], ORDERED):
+        rows[..., start, :] += total
+        torch.sum(rows[..., start : start + ORDERED, :], dim=-2, out=total)
+    return total
 
 
 def extreme(x: Tensor) -> Tensor:
-    """The number of largest magnitude in each column; where both signs reach it, the first."""
+    """Returns the number of largest magnitude in each column; if both signs reach it, the first."""
     high, low = x.amax(dim=0), x.amin(dim=0)
     top = torch.where(high >= -low, high, low)
     tied = (high == -low).nonzero().squeeze(1)
@@ -41,7 +43,7 @@ def extreme(x: Tensor) -> Tensor:
 
 
 def lowest(x: Tensor) -> Tensor:
-    """The smallest number of each column; where it is zero, with the sign of the first one."""
+    """Returns the smallest number of each column; a zero has the sign of the first zero."""
     low = x.amin(dim=0)
     zero = (low == 0).nonzero().squeeze(1)
     if zero.numel():
@@ -51,23 +53,23 @@ def lowest(x: Tensor) -> Tensor:
     return low
 
 
-def over(number: float, below: Tensor) -> Tensor:
-    """number / below, rounded once; torch's own operator multiplies with the reciprocal."""
-    return torch.tensor(number, dtype=torch.float32, device=below.device) / below
+def over(number: float, below: Tensor, out: Tensor | None = None) -> Tensor:
+    """Returns number / below, rounded once; torch's own operator multiplies by the reciprocal."""
+    return torch.div(torch.tensor(number, dtype=torch.float32), below, out=out)
 
 
 def divide(above: Tensor, number: float) -> Tensor:
-    """above / number, rounded once; on a GPU torch's own operator multiplies with the reciprocal."""
+    """Returns above / number, rounded once; on a GPU torch's own operator multiplies by the reciprocal."""
     return above / torch.tensor(number, dtype=torch.float32, device=above.device)
 
 
 def reciprocal(d: Tensor) -> Tensor:
-    """1 / d, and 0 for 0."""
+    """Returns 1 / d, and 0 for 0."""
     return torch.where(d != 0, d.reciprocal(), 0.0)
 
 
 def root(x: Tensor) -> Tensor:
-    """The square root in place, correctly rounded: on a CPU torch's own is an ulp off for one number in five."""
+    """Takes the square root in place, correctly rounded: on a CPU torch's own is an ulp off for one number in five."""
     if x.device.type == "cpu":
         np.sqrt(x.numpy(), out=x.numpy())
         return x
@@ -75,5 +77,5 @@ def root(x: Tensor) -> Tensor:
 
 
 def aligned(count: int, device: torch.device) -> int:
-    """So many columns, or on the CPU a few more, that `add_up` adds all of them in order."""
+    """Returns `count` columns, on the CPU rounded up so that `add_up` adds all of them in order."""
     return count + -count % ALIGN if device.type == "cpu" else count

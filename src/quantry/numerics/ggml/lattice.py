@@ -1,4 +1,4 @@
-"""ggml's blocks as a lattice: where the values of each weight lie once scales and minima are chosen, and its codes."""
+"""ggml's blocks as a lattice, for error feedback: the values of each weight once scales are chosen, and their codes."""
 
 import torch
 from torch import Tensor
@@ -8,9 +8,9 @@ from quantry.numerics.ggml.layout import BLOCKS, IQ4, Fields, Plane
 from quantry.numerics.ladders import Ladder
 
 
-def lattice(kind: str, fields: Fields, columns: int) -> Lattice:
-    """The lattice of rows of so many weights, from the scales and minima of their blocks."""
-    block, d = BLOCKS[kind], fields.d.float()[:, None]
+def lattice(type_name: str, fields: Fields, columns: int) -> Lattice:
+    """Returns the lattice of rows of `columns` weights, from the scales and minima of their blocks."""
+    block, d = BLOCKS[type_name], fields.d.float()[:, None]
     step = d if fields.scales is None else d * fields.scales.float()
     shift = None
     if fields.dmin is not None:
@@ -20,29 +20,29 @@ def lattice(kind: str, fields: Fields, columns: int) -> Lattice:
     group = torch.arange(columns, device=d.device) // size
     by_row = [None if part is None else part.reshape(-1, columns // size).t() for part in (step, shift)]
     assert by_row[0] is not None
-    return Lattice(ladder(kind), group, by_row[0], by_row[1])
+    return Lattice(ladder(type_name), group, by_row[0], by_row[1])
 
 
-def ladder(kind: str) -> Ladder:
-    """What the codes of a type stand for."""
-    if kind.startswith("IQ4"):
+def ladder(type_name: str) -> Ladder:
+    """Returns the values that the codes of a type stand for."""
+    if type_name.startswith("IQ4"):
         return Ladder(IQ4[0], IQ4[-1], rungs=IQ4)
-    if kind == "Q8_0":
-        return Ladder(-127, 127)  # ggml never writes -128, so its kernels may not expect it
-    block = BLOCKS[kind]
+    if type_name == "Q8_0":
+        return Ladder(-127, 127)  # ggml never writes -128, and its kernels may not expect it
+    block = BLOCKS[type_name]
     bits = sum(part.bits for part in block.parts if isinstance(part, Plane) and part.of == "codes")
     return Ladder(-block.zero, (1 << bits) - 1 - block.zero)
 
 
-def codes(kind: str) -> Codes:
-    """How the levels of a type are stored."""
-    zero = 0 if kind == "Q8_0" else BLOCKS[kind].zero
+def codes(type_name: str) -> Codes:
+    """Returns the stored form of a type's levels."""
+    zero = 0 if type_name == "Q8_0" else BLOCKS[type_name].zero
 
     def encode(levels: Tensor) -> Tensor:
-        if kind.startswith("IQ4"):
+        if type_name.startswith("IQ4"):
             rungs = torch.tensor(IQ4, dtype=levels.dtype, device=levels.device)
             return torch.searchsorted(rungs, levels.contiguous(), out_int32=True)
-        if kind == "Q8_0":
+        if type_name == "Q8_0":
             return levels.to(torch.int8).contiguous().view(torch.uint8)
         return levels.add_(zero)
 

@@ -1,6 +1,6 @@
 """ggml's own quantizer: the shared library inside xllamacpp's wheel, called through ctypes.
 
-`ggml_quantize_chunk` writes every type exactly as llama.cpp does. ctypes gives up the interpreter's lock during a call,
+`ggml_quantize_chunk` writes every type exactly as llama.cpp does. ctypes releases the interpreter's lock during a call,
 so threads over rows scale.
 """
 
@@ -25,21 +25,21 @@ NUMBERS = {  # enum ggml_type
 
 @cache
 def library() -> ctypes.CDLL:
-    """The C API of ggml and llama.cpp."""
+    """Returns the C API of ggml and llama.cpp. Raises QuantryError if xllamacpp is missing or does not load."""
     folder = _folder()
-    found = sorted(path for ending in ("so", "pyd", "dylib") for path in folder.glob(f"xllamacpp*.{ending}"))
-    if not found:
+    files = sorted(path for ending in ("so", "pyd", "dylib") for path in folder.glob(f"xllamacpp*.{ending}"))
+    if not files:
         raise QuantryError(f"{folder} has no xllamacpp library", fix="reinstall it: pip install -U xllamacpp")
     try:
-        return ctypes.CDLL(str(found[0]))
+        return ctypes.CDLL(str(files[0]))
     except OSError as error:
-        raise QuantryError(f"{found[0]} does not load: {error}", fix="pip install -U xllamacpp") from error
+        raise QuantryError(f"{files[0]} does not load: {error}", fix="pip install -U xllamacpp") from error
 
 
-def quantize(weight: Tensor, kind: str, importance: Tensor | None = None, threads: int | None = None) -> Tensor:
-    """Weights (rows, columns) of any float dtype on the CPU -> uint8 (rows, bytes of a row), rows over threads."""
+def quantize(weight: Tensor, type_name: str, importance: Tensor | None = None, threads: int | None = None) -> Tensor:
+    """Turns weights (rows, columns) of any float dtype on the CPU into uint8 (rows, bytes of a row), over threads."""
     rows, columns = weight.shape
-    width = row_bytes(kind, columns)
+    width = row_bytes(type_name, columns)
     data = torch.empty(rows, width, dtype=torch.uint8)
     vector = None if importance is None else importance.float().contiguous()
 
@@ -47,22 +47,22 @@ def quantize(weight: Tensor, kind: str, importance: Tensor | None = None, thread
         part = as_float(weight[start:stop])
         target = data.data_ptr() + start * width
         at = None if vector is None else vector.data_ptr()
-        _chunk()(NUMBERS[kind], part.data_ptr(), target, 0, stop - start, columns, at)
+        _chunk()(NUMBERS[type_name], part.data_ptr(), target, 0, stop - start, columns, at)
 
-    spread(rows, max(1, CHUNK // columns), work, threads)
+    spread(rows, max(1, CHUNK // columns), work, weight.device, threads)
     return data
 
 
-def row_bytes(kind: str, columns: int) -> int:
-    """The bytes of a row, as the library says."""
+def row_bytes(type_name: str, columns: int) -> int:
+    """Returns the bytes of a row, from the library."""
     size = library().ggml_row_size
     size.restype, size.argtypes = ctypes.c_size_t, [ctypes.c_int, ctypes.c_int64]
-    return int(size(NUMBERS[kind], columns))
+    return int(size(NUMBERS[type_name], columns))
 
 
 @cache
 def _chunk() -> Any:
-    """ggml_quantize_chunk(type, weights, bytes, first weight, rows, columns, importance or null)."""
+    """Returns ggml_quantize_chunk(type, weights, bytes, first weight, rows, columns, importance or null)."""
     function = library().ggml_quantize_chunk
     function.restype = ctypes.c_size_t
     count = ctypes.c_int64
@@ -71,8 +71,8 @@ def _chunk() -> Any:
 
 
 def _folder() -> Path:
-    """Where xllamacpp is installed; finding it does not import it."""
+    """Returns the folder of xllamacpp, without importing it."""
     spec = find_spec("xllamacpp")
     if spec is None or spec.origin is None:
-        raise QuantryError("llama.cpp's library is needed and xllamacpp is not installed", fix="pip install xllamacpp")
+        raise QuantryError("xllamacpp (llama.cpp's library) is not installed", fix="pip install xllamacpp")
     return Path(spec.origin).parent

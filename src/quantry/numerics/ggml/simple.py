@@ -1,9 +1,8 @@
 """ggml's types with one scale for 32 weights: Q8_0, Q4_0, Q4_1, Q5_0, Q5_1.
 
-Without importance the extremes of a block decide, and every operation is the one ggml does: the bytes are equal. With
-importance ggml searches as for the k-quants: a row of step sizes, each with the best scale (and minimum) for its codes
-(the sign of a minimum that is zero may then differ, which means nothing).
-Numbers lie elements first, (32, blocks).
+Without importance the extremes of a block decide, and every operation is ggml's: the bytes are equal. With importance
+ggml searches as for the k-quants: a row of step sizes, each with the best scale (and minimum) for its codes (a minimum
+of zero may then differ in its sign, which changes nothing). Tensors are elements first, (32, blocks).
 """
 
 import torch
@@ -12,10 +11,11 @@ from torch.nn.functional import pad
 
 from quantry.numerics.ggml.exact import ALIGN, add_up, aligned, divide, extreme, lowest, reciprocal, root
 from quantry.numerics.ggml.kquants import batched, compiled
-from quantry.numerics.ggml.kquants.rules import FINE, SUPER, Rule
+from quantry.numerics.ggml.kquants.rules import FINE, SUPER, SearchRule
 from quantry.numerics.ggml.layout import Fields
+from quantry.numerics.simd import AVAILABLE
 
-KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 SIZE = 32
 WHOLE = ALIGN * SUPER  # weights searched with importance are a multiple
 BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5}
@@ -24,14 +24,14 @@ WITH_MINIMUM = ("Q4_1", "Q5_1")
 BELOW_HALF = 0.49999997  # the float32 before 0.5: adding it and cutting off rounds halves away from zero, as C does
 
 
-def search(kind: str, weight: Tensor, importance: Tensor | None = None) -> Fields:
-    """Codes and scales of rows in float32 (rows, columns), with the importance of each column, block after block."""
+def search(type_name: str, weight: Tensor, importance: Tensor | None = None) -> Fields:
+    """Returns codes and scales of rows in float32 (rows, columns), given the importance of each column or None."""
     x = weight.view(-1, SIZE).t()
-    if kind == "Q8_0":  # which takes no importance
+    if type_name == "Q8_0":  # it takes no importance
         return _eight(x)
     if importance is not None:
-        return _weighted(kind, weight, importance)
-    return _affine(x, BITS[kind]) if kind in WITH_MINIMUM else _symmetric(x, BITS[kind])
+        return _weighted(type_name, weight, importance)
+    return _affine(x, BITS[type_name]) if type_name in WITH_MINIMUM else _symmetric(x, BITS[type_name])
 
 
 def _eight(x: Tensor) -> Fields:
@@ -56,28 +56,28 @@ def _affine(x: Tensor, bits: int) -> Fields:
 
 
 def _cut(scaled: Tensor, bits: int) -> Tensor:
-    """Codes (n, 32) from scaled weights (32, n): the fraction falls off."""
+    """Truncates scaled weights (32, n) to codes (n, 32)."""
     return scaled.int().clamp_(max=(1 << bits) - 1).to(torch.uint8).t()
 
 
-def _weighted(kind: str, weight: Tensor, importance: Tensor) -> Fields:
-    """The search with importance: blocks are sub-blocks of k-quants, whose codes stay those of the search."""
+def _weighted(type_name: str, weight: Tensor, importance: Tensor) -> Fields:
+    """Searches with importance: blocks are sub-blocks of k-quants, whose codes stay those of the search."""
     errors = root((weight * weight).add_(_power(weight)[:, None])).mul_(importance)
     x, errors = (pad(part.flatten(), (0, -part.numel() % WHOLE)).view(-1, SUPER) for part in (weight, errors))
-    top = 1 << BITS[kind]
-    if kind in WITH_MINIMUM:
-        rule = Rule(SIZE, top - 1, 0)
+    top = 1 << BITS[type_name]
+    if type_name in WITH_MINIMUM:
+        rule = SearchRule(SIZE, top - 1, 0)
         fit = batched.fit_affine(rule, FINE, x, errors)
         codes = batched.round_affine(rule, x, fit, torch.zeros_like(fit.scale), fit.minimum)
         return _fields(weight, codes, fit.scale, -fit.minimum)
-    rule = Rule(SIZE, top // 2, 0)
-    engine = compiled if weight.device.type == "cpu" and compiled.AVAILABLE else batched
-    fit = engine.fit_symmetric(rule, x, errors)
-    return _fields(weight, engine.round_symmetric(rule, x, fit, torch.zeros_like(fit.scale)), fit.scale)
+    rule = SearchRule(SIZE, top // 2, 0)
+    backend = compiled if weight.device.type == "cpu" and AVAILABLE else batched
+    fit = backend.fit_symmetric(rule, x, errors)
+    return _fields(weight, backend.round_symmetric(rule, x, fit, torch.zeros_like(fit.scale)), fit.scale)
 
 
 def _fields(weight: Tensor, codes: Tensor, scale: Tensor, low: Tensor | None = None) -> Fields:
-    """What was found for blocks, without those that filled up the last super-block; scales are (8, super-blocks)."""
+    """Returns the fields of blocks, without those that filled up the last super-block; scales are (8, super-blocks)."""
     blocks = weight.numel() // SIZE
     d, dmin = (None if part is None else part.t().flatten()[:blocks].half() for part in (scale, low))
     assert d is not None
@@ -85,7 +85,7 @@ def _fields(weight: Tensor, codes: Tensor, scale: Tensor, low: Tensor | None = N
 
 
 def _power(weight: Tensor) -> Tensor:
-    """The mean square of each row."""
+    """Returns the mean square of each row."""
     rows, columns = weight.shape
     squares = weight.new_zeros(columns, aligned(rows, weight.device))
     squares[:, :rows] = (weight * weight).t()

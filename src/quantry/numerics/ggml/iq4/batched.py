@@ -1,7 +1,7 @@
-"""The heavy parts of IQ4's search in torch, for many blocks at once: what a GPU runs, or a CPU without llvmlite.
+"""The expensive parts of IQ4's search in torch, for many blocks at once: for a GPU, or a CPU without llvmlite.
 
-The nearest level comes out of a table: all midpoints between levels are multiples of a half, so the whole part of twice
-a scaled weight decides. Numbers lie elements first, (32, sub-blocks).
+The nearest level comes from a table: all midpoints between levels are multiples of a half, so the whole part of twice a
+scaled weight decides. Tensors are elements first, (32, sub-blocks).
 """
 
 from bisect import bisect_right
@@ -21,7 +21,7 @@ REACH = 2 * 135  # more than twice any scaled weight: the widest try scales to 1
 
 
 def fit(weight: Tensor, importance: Tensor | None) -> Tensor:
-    """The scale (blocks, sub-blocks) whose nearest levels fit each 32 weights best."""
+    """Returns the scale (blocks, sub-blocks) whose nearest levels fit each 32 weights best."""
     scale = weight.new_empty(weight.shape[0], weight.shape[1] // SUB)
     for part in _tiles(weight):
         x, errors = _tile(weight[part], None if importance is None else importance[part])
@@ -30,7 +30,7 @@ def fit(weight: Tensor, importance: Tensor | None) -> Tensor:
 
 
 def nearest(weight: Tensor, inverse: Tensor) -> Tensor:
-    """The code of the level nearest to each weight times the inverse of its scale."""
+    """Returns the code of the level nearest to each weight times the inverse of its scale."""
     codes = torch.empty_like(weight, dtype=torch.uint8)
     for part in _tiles(weight):
         x, twice = weight[part].view(-1, SUB), inverse[part].reshape(-1, 1) * 2
@@ -42,13 +42,13 @@ def nearest(weight: Tensor, inverse: Tensor) -> Tensor:
 
 
 def _tiles(weight: Tensor) -> list[slice]:
-    """Blocks that are searched at a time; a GPU takes all at once."""
+    """Returns the blocks searched at a time; a GPU takes all at once."""
     most = TILE // weight.shape[1] if weight.device.type == "cpu" else max(1, weight.shape[0])
     return [slice(start, start + most) for start in range(0, weight.shape[0], most)]
 
 
 def _tile(weight: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Weights, and what the square of an error in each counts."""
+    """Returns weights, and the weight of a squared error in each."""
     count = weight.numel() // SUB
     shape = (SUB, aligned(count, weight.device))
     x, errors = buffer("iq4 x", shape, weight), buffer("iq4 errors", shape, weight)
@@ -62,7 +62,7 @@ def _tile(weight: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _power(weight: Tensor) -> Tensor:
-    """Twice the mean square of each block."""
+    """Returns twice the mean square of each block."""
     blocks, size = weight.shape
     squares = buffer("iq4 squares", (size, aligned(blocks, weight.device)), weight)
     torch.square(squares[:, :blocks].copy_(weight.t()), out=squares[:, :blocks])
@@ -70,11 +70,11 @@ def _power(weight: Tensor) -> Tensor:
 
 
 def _scales(x: Tensor, errors: Tensor) -> Tensor:
-    """The best scale of each sub-block."""
+    """Returns the best scale of each sub-block."""
     top = extreme(x)
     empty = top.abs() < TINY
     top.masked_fill_(empty, 1.0)
-    best = torch.zeros(2, x.shape[1], device=x.device)  # what a scale gains, and the scale
+    best = torch.zeros(2, x.shape[1], device=x.device)  # the gain of a scale, and the scale
     trial, qq, qx = torch.empty_like(best), torch.empty_like(top), torch.empty_like(top)
     for number, inverse in enumerate([reciprocal(top / FIRST)] + [over(tried, top) for tried in TRIED]):
         _sums(x, errors, inverse, qx, qq)
@@ -86,7 +86,7 @@ def _scales(x: Tensor, errors: Tensor) -> Tensor:
 
 
 def _sums(x: Tensor, errors: Tensor, inverse: Tensor, qx: Tensor, qq: Tensor) -> None:
-    """The weighted sums of level * weight and level * level over each sub-block."""
+    """Returns the weighted sums of level * weight and level * level over each sub-block."""
     shape = tuple(x.shape)
     a, levels = buffer("iq4 a", shape, x), buffer("iq4 levels", shape, x)
     index = buffer("iq4 index", shape, x, torch.int32)
@@ -99,7 +99,7 @@ def _sums(x: Tensor, errors: Tensor, inverse: Tensor, qx: Tensor, qq: Tensor) ->
 
 @cache
 def _table(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Level and code of twice a scaled weight, from -REACH on; a weight midway between two levels takes the upper."""
+    """Returns level and code of twice a scaled weight, from -REACH on; halfway the upper level wins."""
     middles = [a + b for a, b in pairwise(IQ4)]  # doubled
     codes = torch.tensor([bisect_right(middles, twice) for twice in range(-REACH, REACH)])
     return torch.tensor(IQ4, dtype=torch.float32)[codes].to(device), codes.to(torch.uint8).to(device)

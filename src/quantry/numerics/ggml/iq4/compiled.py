@@ -1,4 +1,4 @@
-"""The heavy parts of IQ4's search as machine code for the CPU, bit for bit what ggml computes.
+"""The expensive parts of IQ4's search as machine code for the CPU, bit for bit what ggml computes.
 
 A lane is a block in `fit`, which does the scalar operations in their order, and a weight in `nearest`. The nearest
 level is the lowest plus a step for every midpoint that a scaled weight has reached.
@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quantry.numerics.ggml.exact import TINY
 from quantry.numerics.ggml.iq4.levels import FIRST, SUB, TRIED
+from quantry.numerics.ggml.lanes import largest_or_one, select, square_sum
 from quantry.numerics.ggml.layout import IQ4
-from quantry.numerics.simd import AVAILABLE, LANES, Array, Kernel, Vector
-
-__all__ = ["AVAILABLE"]
+from quantry.numerics.simd import LANES, Array, Kernel, Vector
 
 
 def fit(weight: Tensor, importance: Tensor | None) -> Tensor:
-    """The scale (blocks, sub-blocks) whose nearest levels fit each 32 weights best."""
+    """Returns the scale (blocks, sub-blocks) whose nearest levels fit each 32 weights best."""
     blocks, size = weight.shape
     more = (0, 0, 0, -blocks % LANES)
     scale = torch.empty(size // SUB, blocks + more[-1])
@@ -31,7 +29,7 @@ def fit(weight: Tensor, importance: Tensor | None) -> Tensor:
 
 
 def nearest(weight: Tensor, inverse: Tensor) -> Tensor:
-    """The code of the level nearest to each weight times the inverse of its scale."""
+    """Returns the code of the level nearest to each weight times the inverse of its scale."""
     codes = torch.empty_like(weight, dtype=torch.uint8)
     _rounding()(weight.contiguous(), inverse.contiguous(), codes, weight.numel() // SUB)
     return codes
@@ -44,9 +42,8 @@ def _fitting(size: int, important: bool) -> Kernel:
         x, w = k.array(SUB), k.array(SUB)
         tried = k.table([float(number) for number in TRIED])
 
-        def block(index: Any) -> None:
-            first = k.at(index, LANES, 0)
-            power = _power(k, weight, first, size, x) if important else None
+        def tile(first: Any) -> None:
+            power = square_sum(k, weight, first, size, x) * (2.0 / size) if important else None
 
             def group(number: Any) -> None:
                 column = k.at(number, SUB, 0)
@@ -60,27 +57,13 @@ def _fitting(size: int, important: bool) -> Kernel:
 
             k.each(size // SUB, group)
 
-        k.each(k.builder.udiv(k.count, k.index(LANES)), block)
+        k.each_tile(tile)
 
     return Kernel(body, 3)
 
 
-def _power(k: Kernel, weight: Any, first: Any, size: int, x: Array) -> Vector:
-    """Twice the mean square of each block."""
-
-    def group(number: Any, total: Vector) -> list[Vector]:
-        k.load_rows(weight, first, size, k.at(number, SUB, 0), x)
-        return k.repeat(SUB, [total], lambda i, total: [total + x[i] * x[i]])
-
-    return k.repeat(size // SUB, [0.0], group)[0] * (2.0 / size)
-
-
 def _search(k: Kernel, x: Array, w: Array, tried: Any) -> Vector:
-    """The best scale, 0 where all is zero."""
-
-    def larger(i: Any, most: Vector, value: Vector) -> list[Vector]:
-        more = abs(x[i]) > most
-        return [k.where(more, abs(x[i]), most), k.where(more, x[i], value)]
+    """Returns the best scale, or 0 if all weights are zero."""
 
     def sums(inverse: Vector) -> list[Vector]:
         def add(i: Any, qx: Vector, qq: Vector) -> list[Vector]:
@@ -93,14 +76,13 @@ def _search(k: Kernel, x: Array, w: Array, tried: Any) -> Vector:
     def better(index: Any, gain: Vector, scale: Vector) -> list[Vector]:
         qx, qq = sums(k.pick(tried, index) / top)
         new, wins = qx / qq, (qq > 0.0) & (qx * qx > gain * qq)
-        return [k.where(wins, new * qx, gain), k.where(wins, new, scale)]
+        return select(k, wins, (new * qx, new), (gain, scale))
 
-    most, value = k.repeat(SUB, [0.0, 0.0], larger)
-    top = k.where(most < TINY, 1.0, value)
+    top, zero = largest_or_one(k, x)
     qx, qq = sums(1.0 / (top / FIRST))
     scale = k.where(qq > 0.0, qx / qq, 0.0)
-    _, scale = k.repeat(len(TRIED), [scale * qx, scale], better)
-    return k.where(most < TINY, 0.0, scale)
+    _, best = k.repeat(len(TRIED), [scale * qx, scale], better)
+    return k.where(zero, 0.0, best)
 
 
 @cache
@@ -124,7 +106,7 @@ def _level(k: Kernel, scaled: Vector) -> Vector:
 
 
 def _climb(k: Kernel, scaled: Vector, start: int, steps: list[int]) -> Vector:
-    """The start plus the steps at all midpoints between levels that the number has reached."""
+    """Returns the start plus the steps at all midpoints between levels that the number has reached."""
     height = k.constant(start)
     for (lower, upper), step in zip(pairwise(IQ4), steps, strict=True):
         height = height + k.where(scaled < (lower + upper) / 2, 0.0, step)

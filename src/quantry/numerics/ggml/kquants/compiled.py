@@ -1,7 +1,7 @@
-"""The heavy parts of the searches as machine code for the CPU, bit for bit what ggml computes.
+"""The expensive parts of the searches as machine code for the CPU, bit for bit what ggml computes.
 
 A lane is a super-block and does the scalar operations in their order, one sub-block after another. The functions are
-those of `batched`, where it is said what each of them looks for.
+those of `batched`, which documents each of them.
 """
 
 from collections.abc import Callable
@@ -11,27 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantry.numerics import simd as vectors
-from quantry.numerics.ggml.kquants.rules import ROUNDS, SUPER, TINY, Fit, Rule, Steps, beside
+from quantry.numerics.ggml.exact import TINY
+from quantry.numerics.ggml.kquants.rules import ROUNDS, SUPER, Fit, SearchRule, StepSizes, around
+from quantry.numerics.ggml.lanes import largest_or_one, largest_value, select, square_sum, sum_over
 from quantry.numerics.simd import LANES, Array, Kernel, Mask, Vector
 from quantry.numerics.threads import buffer
 
-AVAILABLE = vectors.AVAILABLE
+
+def fit_affine(rule: SearchRule, steps: StepSizes, weight: Tensor, importance: Tensor | None) -> Fit:
+    fits = buffer("fits", (5, rule.groups, weight.shape[0]), weight)
+    _affine(rule, steps, importance is not None)(weight, importance, fits, weight.shape[0])
+    return Fit(*fits)
 
 
-def fit_affine(rule: Rule, steps: Steps, weight: Tensor, importance: Tensor | None) -> Fit:
-    found = buffer("found", (5, rule.groups, weight.shape[0]), weight)
-    _affine(rule, steps, importance is not None)(weight, importance, found, weight.shape[0])
-    return Fit(*found)
+def fit_symmetric(rule: SearchRule, weight: Tensor, importance: Tensor | None) -> Fit:
+    fits = buffer("fits", (5, rule.groups, weight.shape[0]), weight)
+    _symmetric(rule, importance is not None)(weight, importance, fits, weight.shape[0])
+    return Fit(*fits)
 
 
-def fit_symmetric(rule: Rule, weight: Tensor, importance: Tensor | None) -> Fit:
-    found = buffer("found", (5, rule.groups, weight.shape[0]), weight)
-    _symmetric(rule, importance is not None)(weight, importance, found, weight.shape[0])
-    return Fit(*found)
-
-
-def fit_improving(rule: Rule, weight: Tensor) -> tuple[Tensor, Tensor]:
+def fit_improving(rule: SearchRule, weight: Tensor) -> tuple[Tensor, Tensor]:
     scale, codes = torch.empty(rule.groups, weight.shape[0]), torch.empty_like(weight, dtype=torch.uint8)
     _improving(rule)(weight, scale, codes, weight.shape[0])
     return scale, codes
@@ -53,19 +52,19 @@ def share_symmetric(values: Tensor, weight: Tensor, top: int) -> tuple[Tensor, T
     return _share(_signed(values.shape[0], top), values, weight)
 
 
-def round_affine(rule: Rule, weight: Tensor, fit: Fit, step: Tensor, offset: Tensor) -> Tensor:
+def round_affine(rule: SearchRule, weight: Tensor, fit: Fit, step: Tensor, offset: Tensor) -> Tensor:
     codes = torch.empty_like(weight, dtype=torch.uint8)
     _rounding(rule, "affine")(weight, codes, step, fit.start, fit.inverse, offset, weight.shape[0])
     return codes
 
 
-def round_symmetric(rule: Rule, weight: Tensor, fit: Fit, step: Tensor) -> Tensor:
+def round_symmetric(rule: SearchRule, weight: Tensor, fit: Fit, step: Tensor) -> Tensor:
     codes = torch.empty_like(weight, dtype=torch.uint8)
     _rounding(rule, "symmetric")(weight, codes, step, fit.start, fit.inverse, None, weight.shape[0])
     return codes
 
 
-def round_over(rule: Rule, weight: Tensor, codes: Tensor, step: Tensor) -> Tensor:
+def round_over(rule: SearchRule, weight: Tensor, codes: Tensor, step: Tensor) -> Tensor:
     _rounding(rule, "over")(weight, codes, step, None, None, None, weight.shape[0])
     return codes
 
@@ -76,15 +75,15 @@ def _share(kernel: Kernel, values: Tensor, *weight: Tensor) -> tuple[Tensor, Ten
     return shared, multiples
 
 
-# Kernels. Their first argument is what they are recorded on; `first` is the super-block in lane 0.
+# Kernels. `tile` records them on `k`; `first` is the super-block in lane 0.
 
 
 @cache
-def _affine(rule: Rule, steps: Steps, important: bool) -> Kernel:
+def _affine(rule: SearchRule, steps: StepSizes, important: bool) -> Kernel:
     def tile(k: Kernel, first: Any) -> None:
         weight, importance, out = k.pointers
         x, w = k.array(rule.sub), k.array(rule.sub)
-        mean = _mean_square(k, rule, weight, first, x) if important else None
+        mean = _weighted_mean(k, rule, weight, first, x) if important else None
 
         def group(index: Any) -> None:
             column = k.at(index, rule.sub, 0)
@@ -95,7 +94,7 @@ def _affine(rule: Rule, steps: Steps, important: bool) -> Kernel:
             elif steps.absolute:
                 k.fill(w, lambda i: abs(x[i]))
             else:
-                root = k.root(_sum(k, x, lambda i: x[i] * x[i]) / rule.sub)
+                root = k.root(sum_over(k, x, lambda i: x[i] * x[i]) / rule.sub)
                 k.fill(w, lambda i: root + abs(x[i]))
             _keep(k, rule, out, index, first, _search_affine(k, x, w, rule.top, steps))
 
@@ -104,10 +103,10 @@ def _affine(rule: Rule, steps: Steps, important: bool) -> Kernel:
     return _kernel(tile, 3)
 
 
-def _search_affine(k: Kernel, x: Array, w: Array, top: int, steps: Steps) -> tuple[Vector, ...]:
-    """Scale, minimum, inverse step, start and sum of weights."""
+def _search_affine(k: Kernel, x: Array, w: Array, top: int, steps: StepSizes) -> tuple[Vector, ...]:
+    """Returns scale, minimum, inverse step, start and sum of weights."""
     codes, divisors = k.array(x.length), k.table(steps.divisors(top))
-    sum_w, sum_x = _sum(k, x, lambda i: w[i]), _sum(k, x, lambda i: w[i] * x[i])
+    sum_w, sum_x = sum_over(k, x, lambda i: w[i]), sum_over(k, x, lambda i: w[i] * x[i])
     (low,) = k.repeat(x.length, [0.0], lambda i, low: [k.least(low, x[i])])
     (high,) = k.repeat(x.length, [x[0]], lambda i, high: [k.most(high, x[i])])
     uneven = low < high
@@ -121,7 +120,7 @@ def _search_affine(k: Kernel, x: Array, w: Array, top: int, steps: Steps) -> tup
             difference = scale * codes[i] + low - x[i]
             return w[i] * (abs(difference) if steps.absolute else difference * difference)
 
-        return _sum(k, x, term)
+        return sum_over(k, x, term)
 
     def trial(index: Any, *best: Vector) -> list[Vector]:
         start = best[2]
@@ -136,8 +135,8 @@ def _search_affine(k: Kernel, x: Array, w: Array, top: int, steps: Steps) -> tup
         spread = sum_w * sum_l2 - sum_l * sum_l
         scale, low = (sum_w * sum_xl - sum_x * sum_l) / spread, (sum_l2 * sum_x - sum_l * sum_xl) / spread
         scale, low = k.where(low > 0.0, sum_xl / sum_l2, scale), k.where(low > 0.0, 0.0, low)
-        found = error(scale, low)
-        return _better(k, (spread > 0.0) & (found < best[0]), (found, scale, low, inverse, start), best)
+        error_now = error(scale, low)
+        return select(k, (spread > 0.0) & (error_now < best[0]), (error_now, scale, low, inverse, start), best)
 
     inverse = k.constant(top) / (high - low)
     scale = 1.0 / inverse
@@ -149,11 +148,11 @@ def _search_affine(k: Kernel, x: Array, w: Array, top: int, steps: Steps) -> tup
 
 
 @cache
-def _symmetric(rule: Rule, important: bool) -> Kernel:
+def _symmetric(rule: SearchRule, important: bool) -> Kernel:
     def tile(k: Kernel, first: Any) -> None:
         weight, importance, out = k.pointers
         x, w = k.array(rule.sub), k.array(rule.sub)
-        mean = _mean_square(k, rule, weight, first, x) if important and rule.spread is not None else None
+        mean = _weighted_mean(k, rule, weight, first, x) if important and rule.spread is not None else None
 
         def group(index: Any) -> None:
             column = k.at(index, rule.sub, 0)
@@ -165,7 +164,7 @@ def _symmetric(rule: Rule, important: bool) -> Kernel:
             if mean is not None:
                 k.fill(w, lambda i: w[i] * k.root(mean + x[i] * x[i]))
             scale, inverse, zero = _search_symmetric(k, x, w, rule.top)
-            start, total = k.where(zero, float("inf"), 0.0), _sum(k, x, lambda i: w[i])
+            start, total = k.where(zero, float("inf"), 0.0), sum_over(k, x, lambda i: w[i])
             _keep(k, rule, out, index, first, (scale, k.constant(0.0), inverse, start, total))
 
         k.each(rule.groups, group)
@@ -174,9 +173,9 @@ def _symmetric(rule: Rule, important: bool) -> Kernel:
 
 
 def _search_symmetric(k: Kernel, x: Array, w: Array, top: int) -> tuple[Vector, Vector, Mask]:
-    """Scale, inverse step (1 where all is zero), and where all is zero."""
-    divisors = k.table([-divisor for divisor in beside(top, 9)])
-    largest, zero = _largest_or_one(k, x)
+    """Returns scale, inverse step (1 where all is zero), and where all is zero."""
+    divisors = k.table([-divisor for divisor in around(top, 9)])
+    largest, zero = largest_or_one(k, x)
 
     def trial(index: Any) -> tuple[Vector, Vector, Vector]:
         inverse = k.pick(divisors, index) / largest
@@ -191,16 +190,16 @@ def _search_symmetric(k: Kernel, x: Array, w: Array, top: int) -> tuple[Vector, 
     def another(index: Any, *best: Vector) -> list[Vector]:
         sum_xl, sum_l2, inverse = trial(k.at(index, 1, 1))
         scale = sum_xl / sum_l2
-        return _better(k, sum_xl * sum_xl > best[0] * sum_l2, (scale * sum_xl, scale, inverse), best)
+        return select(k, sum_xl * sum_xl > best[0] * sum_l2, (scale * sum_xl, scale, inverse), best)
 
     sum_xl, sum_l2, inverse = trial(k.index(0))
     scale = k.where(sum_l2.differs(0.0), sum_xl / sum_l2, 0.0)
-    _, scale, inverse = k.repeat(len(beside(top, 9)) - 1, [scale * sum_xl, scale, inverse], another)
+    _, scale, inverse = k.repeat(len(around(top, 9)) - 1, [scale * sum_xl, scale, inverse], another)
     return k.where(zero, 0.0, scale), k.where(zero, 1.0, inverse), zero
 
 
 @cache
-def _improving(rule: Rule) -> Kernel:
+def _improving(rule: SearchRule) -> Kernel:
     limits = (-rule.top, rule.top - 1)
 
     def tile(k: Kernel, first: Any) -> None:
@@ -211,7 +210,7 @@ def _improving(rule: Rule) -> Kernel:
             column = k.at(index, rule.sub, 0)
             k.load_rows(weight, first, SUPER, column, x)
             k.fill(w, lambda i: x[i] * x[i])
-            largest, zero = _largest_or_one(k, x)
+            largest, zero = largest_or_one(k, x)
             inverse = k.constant(-rule.top) / largest
             k.fill(codes, lambda i: k.clamp(k.nearest(inverse * x[i]), *limits))
             scale = _improve(k, x, w, codes, limits)
@@ -225,7 +224,7 @@ def _improving(rule: Rule) -> Kernel:
 
 
 def _improve(k: Kernel, x: Array, w: Array, codes: Array, limits: tuple[int, int]) -> Vector:
-    """The scale after codes were improved one after another."""
+    """Improves codes one after another; returns the scale that fits them."""
 
     def improve(i: Any, sum_xl: Vector, sum_l2: Vector) -> list[Vector]:
         code = codes[i]
@@ -235,9 +234,9 @@ def _improve(k: Kernel, x: Array, w: Array, codes: Array, limits: tuple[int, int
         better = (rest_xl > 0.0) & new.differs(code) & ((new_l2 if limits[0] < 0 else rest_l2) > 0.0)
         better = better & (new_xl * new_xl * sum_l2 > sum_xl * sum_xl * new_l2)
         codes[i] = k.where(better, new, code)
-        return _better(k, better, (new_xl, new_l2), (sum_xl, sum_l2))
+        return select(k, better, (new_xl, new_l2), (sum_xl, sum_l2))
 
-    sums = [_sum(k, x, lambda i: w[i] * x[i] * codes[i]), _sum(k, x, lambda i: w[i] * codes[i] * codes[i])]
+    sums = [sum_over(k, x, lambda i: w[i] * x[i] * codes[i]), sum_over(k, x, lambda i: w[i] * codes[i] * codes[i])]
     sum_xl, sum_l2 = k.repeat(ROUNDS, sums, lambda _, *sums: k.repeat(x.length, sums, improve))
     return k.where(sum_l2 > 0.0, sum_xl / sum_l2, 0.0)
 
@@ -261,7 +260,7 @@ def _largest_to_bottom(groups: int, top: int, floor: float, code: int) -> Kernel
     def tile(k: Kernel, first: Any) -> None:
         shared, multiples, values = k.pointers
         x = _columns(k, values, first, groups)
-        size, largest = _largest(k, x)
+        size, largest = largest_value(k, x)
         alive = (size > 0.0) & ~(size < floor)
         inverse = k.constant(-top) / largest
 
@@ -279,7 +278,7 @@ def _positive(groups: int, top: int) -> Kernel:
     def tile(k: Kernel, first: Any) -> None:
         shared, multiples, values, weights = k.pointers
         x, w, codes = _columns(k, values, first, groups), _columns(k, weights, first, groups), k.array(groups)
-        divisors = k.table(beside(top, 4))
+        divisors = k.table(around(top, 4))
         (largest,) = k.repeat(groups, [0.0], lambda i, most: [k.most(most, x[i])])
         zero = largest < TINY
         largest = k.where(zero, 1.0, largest)
@@ -295,10 +294,10 @@ def _positive(groups: int, top: int) -> Kernel:
                 difference = x[i] - scale * code(i, inverse)
                 return w[i] * difference * difference
 
-            error = _sum(k, x, term)
-            return _better(k, error < best[0], (error, inverse), best)
+            error = sum_over(k, x, term)
+            return select(k, error < best[0], (error, inverse), best)
 
-        _, inverse = k.repeat(len(beside(top, 4)), [float("inf"), k.constant(top) / largest], trial)
+        _, inverse = k.repeat(len(around(top, 4)), [float("inf"), k.constant(top) / largest], trial)
         k.fill(codes, lambda i: code(i, inverse))
         scale = _improve(k, x, w, codes, (0, top))
         k.store(k.where(zero, 0.0, scale), shared, first)
@@ -324,9 +323,9 @@ def _signed(groups: int, top: int) -> Kernel:
 
 
 @cache
-def _rounding(rule: Rule, way: str) -> Kernel:
-    """Here a lane is a weight."""
-    low, high = (0, rule.top) if way == "affine" else (-rule.top, rule.top - 1)
+def _rounding(rule: SearchRule, variant: str) -> Kernel:
+    """Returns the kernel that rounds; here a lane is a weight."""
+    low, high = (0, rule.top) if variant == "affine" else (-rule.top, rule.top - 1)
 
     def body(k: Kernel) -> None:
         weight, out, steps, starts, inverses, offsets = k.pointers
@@ -334,8 +333,8 @@ def _rounding(rule: Rule, way: str) -> Kernel:
         def part(row: Any, group: int, start: int) -> None:
             place, column = k.at(group, k.count, row), k.at(row, SUPER, group * rule.sub + start)
             x, step = k.load(weight, column), k.pick(steps, place)
-            new = (x + k.pick(offsets, place) if way == "affine" else x) / step
-            if way == "over":
+            new = (x + k.pick(offsets, place) if variant == "affine" else x) / step
+            if variant == "over":
                 new = k.clamp(k.nearest(new), low, high) - low
                 new = k.where(step.equals(0.0), k.load_bytes(out, column), new)
             else:
@@ -353,37 +352,29 @@ def _rounding(rule: Rule, way: str) -> Kernel:
     return Kernel(body, 6)
 
 
-# What the kernels share.
+# Shared by the kernels.
 
 
 def _kernel(tile: Callable[[Kernel, Any], None], pointers: int) -> Kernel:
-    """A kernel that goes through super-blocks, 16 at a time."""
+    """Returns a kernel that goes through super-blocks, 16 at a time."""
 
-    def body(k: Kernel) -> None:
-        k.each(k.builder.udiv(k.count, k.index(LANES)), lambda index: tile(k, k.at(index, LANES, 0)))
-
-    return Kernel(body, pointers)
+    return Kernel(lambda k: k.each_tile(lambda first: tile(k, first)), pointers)
 
 
-def _mean_square(k: Kernel, rule: Rule, weight: Any, first: Any, x: Array) -> Vector:
-    """The mean square of each super-block times the spread."""
-
-    def group(index: Any, total: Vector) -> list[Vector]:
-        k.load_rows(weight, first, SUPER, k.at(index, rule.sub, 0), x)
-        return k.repeat(rule.sub, [total], lambda i, total: [total + x[i] * x[i]])
-
+def _weighted_mean(k: Kernel, rule: SearchRule, weight: Any, first: Any, x: Array) -> Vector:
+    """Returns the mean square of each super-block times the spread."""
     assert rule.spread is not None
-    return k.repeat(rule.groups, [0.0], group)[0] * (rule.spread / SUPER)
+    return square_sum(k, weight, first, SUPER, x) * (rule.spread / SUPER)
 
 
-def _keep(k: Kernel, rule: Rule, out: Any, group: Any, first: Any, values: tuple[Vector, ...]) -> None:
-    """Stores what was found for a sub-block of each lane, as (kinds, sub-blocks in a super-block, super-blocks)."""
-    for kind, value in enumerate(values):
-        k.store(value, out, k.at(k.at(kind, rule.groups, group), k.count, first))
+def _keep(k: Kernel, rule: SearchRule, out: Any, group: Any, first: Any, values: tuple[Vector, ...]) -> None:
+    """Stores the values of a sub-block of each lane, as (values, sub-blocks in a super-block, super-blocks)."""
+    for row, value in enumerate(values):
+        k.store(value, out, k.at(k.at(row, rule.groups, group), k.count, first))
 
 
 def _columns(k: Kernel, pointer: Any, first: Any, groups: int) -> Array:
-    """Numbers of sub-blocks, (sub-blocks in a super-block, super-blocks)."""
+    """Loads per-sub-block numbers, (sub-blocks in a super-block, super-blocks)."""
     array = k.array(groups)
     k.fill(array, lambda i: k.load(pointer, k.at(i, k.count, first)))
     return array
@@ -391,27 +382,3 @@ def _columns(k: Kernel, pointer: Any, first: Any, groups: int) -> Array:
 
 def _keep_columns(k: Kernel, pointer: Any, first: Any, groups: int, value: Callable[[Any], Vector]) -> None:
     k.each(groups, lambda i: k.store(value(i), pointer, k.at(i, k.count, first)))
-
-
-def _better(k: Kernel, mask: Mask, new: tuple[Vector, ...], old: tuple[Vector, ...]) -> list[Vector]:
-    return [k.where(mask, mine, theirs) for mine, theirs in zip(new, old, strict=True)]
-
-
-def _sum(k: Kernel, over: Array, term: Callable[[Any], Vector]) -> Vector:
-    return k.repeat(over.length, [0.0], lambda i, total: [total + term(i)])[0]
-
-
-def _largest(k: Kernel, x: Array) -> tuple[Vector, Vector]:
-    """The largest magnitude, and the first value that has it."""
-
-    def larger(i: Any, most: Vector, value: Vector) -> list[Vector]:
-        return _better(k, abs(x[i]) > most, (abs(x[i]), x[i]), (most, value))
-
-    most, value = k.repeat(x.length, [0.0, 0.0], larger)
-    return most, value
-
-
-def _largest_or_one(k: Kernel, x: Array) -> tuple[Vector, Mask]:
-    """The largest value, but 1 where all are zero; and where they are."""
-    most, value = _largest(k, x)
-    return k.where(most < TINY, 1.0, value), most < TINY

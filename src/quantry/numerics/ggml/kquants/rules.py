@@ -1,4 +1,4 @@
-"""What sets the search of each k-quant apart, as data. The numbers are those of ggml's reference quantizers."""
+"""How the searches of the k-quants differ, as data; the numbers are those of ggml's reference quantizers."""
 
 from dataclasses import dataclass
 
@@ -6,12 +6,11 @@ import numpy as np
 from torch import Tensor
 
 SUPER = 256  # weights in a super-block
-TINY = 1e-15  # a group is all zero if its largest magnitude is below this
 ROUNDS = 5  # how often codes are improved one after another
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class StepSizes:
     """The step sizes tried: a sub-block's range over top + first, top + first + width, ... up to `last` widths."""
 
     first: float
@@ -25,15 +24,15 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """One k-quant."""
+class SearchRule:
+    """The search of one k-quant."""
 
     sub: int  # weights in a sub-block
     top: int  # codes are 0 to top where there are minimums, else -top to top - 1
     scale_top: int  # the same for the scales of sub-blocks
-    plain: Steps | None = None  # without importance; None: no minimums
-    weighted: Steps | None = None  # with importance
-    spread: float | None = None  # an error counts importance * sqrt(spread * mean square + square); None: importance
+    plain: StepSizes | None = None  # without importance; None: no minimums
+    weighted: StepSizes | None = None  # with importance
+    spread: float | None = None  # an error weighs importance * sqrt(spread * mean square + square); None: importance
     improve: bool = False  # without importance, codes are improved one after another instead of trying step sizes
 
     @property
@@ -43,7 +42,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What was found for sub-blocks, each (sub-blocks in a super-block, super-blocks)."""
+    """The result of a search, each tensor (sub-blocks in a super-block, super-blocks)."""
 
     scale: Tensor
     minimum: Tensor  # how far below 0 code 0 lies; 0 where a type has no minimums
@@ -52,17 +51,17 @@ class Fit:
     total: Tensor  # the sum of weights
 
 
-FINE = Steps(-0.9, 0.05, 36)
+FINE = StepSizes(-0.9, 0.05, 36)
 RULES = {
-    "Q2_K": Rule(16, 3, 15, Steps(-0.5, 0.1, 15, absolute=True), FINE, spread=1.0),
-    "Q3_K": Rule(16, 4, 32, spread=2.0, improve=True),
-    "Q4_K": Rule(32, 15, 63, Steps(-1.0, 0.1, 20), FINE, spread=2.0),
-    "Q5_K": Rule(32, 31, 63, Steps(-0.5, 0.1, 15), FINE, spread=2.0),
-    "Q6_K": Rule(16, 32, 128),
+    "Q2_K": SearchRule(16, 3, 15, StepSizes(-0.5, 0.1, 15, absolute=True), FINE, spread=1.0),
+    "Q3_K": SearchRule(16, 4, 32, spread=2.0, improve=True),
+    "Q4_K": SearchRule(32, 15, 63, StepSizes(-1.0, 0.1, 20), FINE, spread=2.0),
+    "Q5_K": SearchRule(32, 31, 63, StepSizes(-0.5, 0.1, 15), FINE, spread=2.0),
+    "Q6_K": SearchRule(16, 32, 128),
 }
 
 
-def beside(top: int, tenths: int) -> list[float]:
-    """Top itself, then what lies up to some tenths below and above: the codes that the largest value is laid on."""
+def around(top: int, tenths: int) -> list[float]:
+    """Returns top, then the numbers up to some tenths below and above it: the codes tried for the largest value."""
     sides = [0, *(i for i in range(-tenths, tenths + 1) if i)]
     return [float(np.float32(top) + np.float32(0.1) * np.float32(i)) for i in sides]
