@@ -9,10 +9,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import quantry.devices
+from depth import examples
 from quantry.devices import Device, amd, apple, host, nvidia
 from quantry.devices.catalogue import catalogue, match, parse, processor_rates
 from quantry.devices.detect import detect, known_board, measure_bandwidth
@@ -229,7 +230,7 @@ WORDS = (
 )
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(st.one_of(st.text(max_size=40), st.lists(st.sampled_from(WORDS), max_size=8).map("".join)))
 def test_any_text_is_read_or_refused(text: str) -> None:
     try:

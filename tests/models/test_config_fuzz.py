@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from depth import examples
 from quantry import registry
 from quantry.errors import QuantryError
 from quantry.models.anatomy import dissect
@@ -71,7 +72,7 @@ def checkpoint(config: dict[str, Any], tensors: tuple[TensorInfo, ...] = PLAIN) 
     return Checkpoint("fuzz", "safetensors", {}, tensors, config, None, False, lambda *_: bytes(16))
 
 
-@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(1000)
 @given(
     st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4),
     st.sampled_from(FAMILIES),
@@ -89,7 +90,7 @@ def test_odd_configs(changes: dict[str, Any], family: str, dropped: set[str]) ->
         assert anatomy.parameters >= 0
 
 
-@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(1000)
 @given(SETTINGS)
 def test_odd_quantization_configs(found: dict[str, Any]) -> None:
     try:
@@ -101,7 +102,7 @@ def test_odd_quantization_configs(found: dict[str, Any]) -> None:
         assert "\n" not in str(error)
 
 
-@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(1000)
 @given(
     st.dictionaries(
         st.sampled_from(

@@ -6,9 +6,10 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from depth import examples
 from quantry.errors import CheckpointError, ConfigError, QuantryError
 from quantry.models.files import LocalFiles
 from quantry.models.gguf import Skipped, config_of, read_header, read_shards
@@ -131,7 +132,7 @@ def small_file() -> bytes:
 GOOD = small_file()
 
 
-@settings(max_examples=4000, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(4000)
 @given(st.lists(st.tuples(st.integers(0, 320), st.integers(0, 255)), min_size=1, max_size=4), st.integers(-160, 8))
 def test_mutated_bytes(changes: list[tuple[int, int]], growth: int) -> None:
     data = bytearray(GOOD)

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
+from depth import examples
 from quantry.errors import CheckpointError, QuantryError
 from quantry.models.files import LocalFiles
 from quantry.models.safetensors import read_header, read_tensors
@@ -85,8 +86,8 @@ def test_index_faults(make_folder: MakeFolder) -> None:
     cases: dict[str, Any] = {
         "not an index": [],
         "is empty": {"weight_map": {}},
-        "not there, first gone.safetensors": {"weight_map": {**good["weight_map"], "x": "gone.safetensors"}},
-        "where they are not, first ghost": {
+        "are missing, first gone.safetensors": {"weight_map": {**good["weight_map"], "x": "gone.safetensors"}},
+        "tensors wrongly, first ghost": {
             "weight_map": {**good["weight_map"], "ghost": "model-00001-of-00002.safetensors"}
         },
     }
@@ -146,7 +147,7 @@ def ours_accepts(data: bytes) -> bool:
     return True
 
 
-@settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(3000)
 @given(
     st.lists(st.tuples(st.integers(0, HEADER_END + 4), st.integers(0, 255)), min_size=1, max_size=4),
     st.integers(-8, 8),
@@ -161,7 +162,7 @@ def test_mutated_bytes(changes: list[tuple[int, int]], growth: int) -> None:
         assert library_accepts(mutated)
 
 
-@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(2000)
 @given(
     st.dictionaries(
         st.text(max_size=4),
@@ -180,7 +181,7 @@ def test_mutated_bytes(changes: list[tuple[int, int]], growth: int) -> None:
     )
 )
 @example({"a": {"dtype": "F16", "shape": [1 << 62, 1 << 62, 0], "data_offsets": [0, 0]}})
-def test_lying_entries(header: dict[str, Any]) -> None:
+def test_inconsistent_entries(header: dict[str, Any]) -> None:
     text = json.dumps(header).encode()
     memory = Memory(struct.pack("<Q", len(text)) + text + b"12345678")
     try:

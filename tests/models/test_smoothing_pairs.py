@@ -1,8 +1,6 @@
 """Every smoothing pair of every architecture: models with scaled channels compute what they did before."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -20,28 +18,16 @@ from quantry.models.linears import linears
 from quantry.models.reader import open_checkpoint
 from quantry.models.smoothing import Form, Pair, Slot, Smoothing, known_families, smoothing
 from quantry.types import Checkpoint
+from shared import TinyModel
 from stacked_experts import stacked
-from tiny_models import ARCHITECTURES, write_model
+from tiny_models import ARCHITECTURES
 
 TOKENS = torch.arange(3, 43)[None]
 POST_NORM = {"Olmo2ForCausalLM"}
 STACKED = {"GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a tiny model, which is written once."""
-
-    @cache
-    def folder(architecture: str) -> Path:
-        path = tmp_path_factory.mktemp(architecture)
-        write_model(path, architecture)
-        return path
-
-    return folder
-
-
-def found(folder: Path) -> list[Smoothing]:
+def blocks_of(folder: Path) -> list[Smoothing]:
     checkpoint = open_checkpoint(str(folder))
     blocks = block_count(checkpoint.config)
     layers = linears(checkpoint, blocks)
@@ -54,8 +40,16 @@ def random_scale(pair: Pair) -> Tensor:
     return 4 ** (2 * torch.rand(pair.size, generator=generator) - 1)
 
 
+def working_copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Float32 copies of matrices and biases; norms keep their dtype."""
+    wide = {name: tensor.ndim > 1 or name.endswith(".bias") for name, tensor in tensors.items()}
+    return {
+        name: tensor.to(torch.float32 if wide[name] else tensor.dtype, copy=True) for name, tensor in tensors.items()
+    }
+
+
 def scaled(tensors: dict[str, Tensor], pairs: list[Pair]) -> dict[str, Tensor]:
-    made = _scaling._working_copy(tensors, pairs)
+    made = working_copy(tensors)
     for pair in pairs:
         _scaling.scale_pair(made, {}, pair, random_scale(pair))
     return made
@@ -79,14 +73,14 @@ def after(folder: Path, target: Path, architecture: str, pairs: list[Pair]) -> T
     return logits(target, architecture)
 
 
-def distance(one: Tensor, other: Tensor) -> float:
-    return float((one - other).norm() / other.norm())
+def distance(logits: Tensor, expected: Tensor) -> float:
+    return float((logits - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_scaled_models_compute_the_same(architecture: str, model: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = model(architecture)
-    blocks = found(folder)
+def test_scaled_models_compute_the_same(architecture: str, tiny: TinyModel, tmp_path: Path) -> None:
+    folder = tiny(architecture)
+    blocks = blocks_of(folder)
     pairs = [pair for block in blocks for pair in block.pairs]
     before = logits(folder, architecture)
     assert distance(after(folder, tmp_path / "scaled", architecture, pairs), before) < 1e-4
@@ -104,11 +98,9 @@ def test_scaled_models_compute_the_same(architecture: str, model: Callable[[str]
         ("Qwen3ForCausalLM", "self_attn.k_proj"),
     ],
 )
-def test_a_forgotten_reader_would_show(
-    architecture: str, consumer: str, model: Callable[[str], Path], tmp_path: Path
-) -> None:
-    folder = model(architecture)
-    pairs = [pair for block in found(folder) for pair in block.pairs]
+def test_a_forgotten_reader_would_show(architecture: str, consumer: str, tiny: TinyModel, tmp_path: Path) -> None:
+    folder = tiny(architecture)
+    pairs = [pair for block in blocks_of(folder) for pair in block.pairs]
     broken = [replace(p, consumers=tuple(s for s in p.consumers if not s.module.endswith(consumer))) for p in pairs]
     assert broken != pairs
     before = logits(folder, architecture)
@@ -116,30 +108,30 @@ def test_a_forgotten_reader_would_show(
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_linear_is_read_by_a_pair_or_has_a_reason(architecture: str, model: Callable[[str], Path]) -> None:
-    checkpoint = open_checkpoint(str(model(architecture)))
-    for block, one in enumerate(found(model(architecture))):
-        read = [slot.module for pair in one.pairs for slot in pair.consumers]
+def test_every_linear_is_read_by_a_pair_or_has_a_reason(architecture: str, tiny: TinyModel) -> None:
+    checkpoint = open_checkpoint(str(tiny(architecture)))
+    for block, pairs in enumerate(blocks_of(tiny(architecture))):
+        read = [slot.module for pair in pairs.pairs for slot in pair.consumers]
         assert len(read) == len(set(read))
         inside = {linear.module for linear in linears(checkpoint, 99) if f"layers.{block}." in linear.module}
-        assert inside <= set(read) | set(one.left_out)
-        assert not set(read) & set(one.left_out)
-        assert bool(one.left_out) == (architecture in POST_NORM | STACKED)
-        assert all("residual stream" in why or "stacked" in why for why in one.left_out.values())
+        assert inside <= set(read) | set(pairs.left_out)
+        assert not set(read) & set(pairs.left_out)
+        assert bool(pairs.left_out) == (architecture in POST_NORM | STACKED)
+        assert all("residual stream" in why or "stacked" in why for why in pairs.left_out.values())
 
 
 def test_every_family_of_the_table_has_a_tiny_model() -> None:
-    assert set(known_families()) | {"gemma3"} == {tiny.model_type for tiny in ARCHITECTURES.values()}
+    assert set(known_families()) | {"gemma3"} == {model.model_type for model in ARCHITECTURES.values()}
 
 
 @pytest.mark.parametrize("flip", [False, True])
-def test_experts_stored_as_stacks(flip: bool, model: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = model("Qwen2MoeForCausalLM")
+def test_experts_stored_as_stacks(flip: bool, tiny: TinyModel, tmp_path: Path) -> None:
+    folder = tiny("Qwen2MoeForCausalLM")
     tensors = load_file(folder / "model.safetensors")
-    plain = scaled(tensors, [pair for block in found(folder) for pair in block.pairs])
+    plain = scaled(tensors, [pair for block in blocks_of(folder) for pair in block.pairs])
     copytree(folder, tmp_path / "stacked")
     save_file(stacked(tensors, flip), tmp_path / "stacked" / "model.safetensors", {"format": "pt"})
-    pairs = [pair for block in found(tmp_path / "stacked") for pair in block.pairs]
+    pairs = [pair for block in blocks_of(tmp_path / "stacked") for pair in block.pairs]
     assert len(pairs) == 2 * (3 + 4 + 1)
     made = scaled(stacked(tensors, flip), pairs)
     expected = stacked(plain, flip)
@@ -154,7 +146,7 @@ def test_norms_stay_in_their_dtype_and_the_scale_gives_way() -> None:
     for form in forms:
         pair = Pair("n", form, (slot("n"),), (slot("w"),), 4)
         block = {"n.weight": norm, "w.weight": torch.ones(3, 4)}
-        made = _scaling._working_copy(block, [pair])
+        made = working_copy(block)
         scale = _scaling.scale_pair(made, {}, pair, torch.tensor([3.0, 0.37, 5.0, 7.7]))
         assert made["n.weight"].dtype == torch.bfloat16
         gain, divided = (norm.double() + (form == "norm+1") for norm in (block["n.weight"], made["n.weight"]))
@@ -166,7 +158,7 @@ def test_norms_stay_in_their_dtype_and_the_scale_gives_way() -> None:
 def test_a_channel_that_would_vanish_is_left_alone() -> None:
     pair = Pair("n", "norm+1", (slot("n"),), (slot("w"),), 2)
     block = {"n.weight": torch.tensor([0.5, 0.5]).bfloat16(), "w.weight": torch.ones(1, 2)}
-    made = _scaling._working_copy(block, [pair])
+    made = working_copy(block)
     assert _scaling.scale_pair(made, {}, pair, torch.tensor([1e6, 2.0])).tolist() == [1.0, 2.0]
     assert made["n.weight"].tolist() == [0.5, -0.25]
 
@@ -175,8 +167,8 @@ def slot(module: str) -> Slot:
     return Slot(module, f"{module}.weight")
 
 
-def test_unknown_families_and_matrices_are_left_out_with_a_reason(model: Callable[[str], Path]) -> None:
-    checkpoint = open_checkpoint(str(model("LlamaForCausalLM")))
+def test_unknown_families_and_matrices_are_left_out_with_a_reason(tiny: TinyModel) -> None:
+    checkpoint = open_checkpoint(str(tiny("LlamaForCausalLM")))
     layers = linears(checkpoint, 2)
     other = smoothing(replace(checkpoint, config={**checkpoint.config, "model_type": "novel"}), layers, 0)
     assert other.pairs == ()
@@ -189,8 +181,8 @@ def test_unknown_families_and_matrices_are_left_out_with_a_reason(model: Callabl
     assert len(smoothing(replace(checkpoint, tensors=(*checkpoint.tensors, strange)), layers, 1).pairs) == 4
 
 
-def test_heads_that_do_not_fit_are_left_out(model: Callable[[str], Path]) -> None:
-    checkpoint = open_checkpoint(str(model("LlamaForCausalLM")))
+def test_heads_that_do_not_fit_are_left_out(tiny: TinyModel) -> None:
+    checkpoint = open_checkpoint(str(tiny("LlamaForCausalLM")))
     odd = with_heads(checkpoint, 3)
     result = smoothing(odd, linears(odd, 2), 0)
     assert [pair.name.rpartition(".")[2] for pair in result.pairs] == [

@@ -110,7 +110,7 @@ def test_only_what_agrees_is_taken_over(tmp_path: Path, fault: str, kept: int) -
 
 def test_data_comes_in_order_and_in_full(tmp_path: Path) -> None:
     with ShardWriter(tmp_path / "f", HEADER, ENTRIES) as writer:
-        with pytest.raises(ValueError, match="44 bytes of c where a of 20 belongs"):
+        with pytest.raises(ValueError, match="44 bytes of c, but a of 20 comes next"):
             writer.write("c", memoryview(bytes(44)))
         with pytest.raises(ValueError, match="21 bytes of a"):
             writer.write("a", memoryview(bytes(21)))

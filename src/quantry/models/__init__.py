@@ -1,1 +1,1 @@
-"""Models: checkpoints, families, anatomy, tokenizers; by headers alone, without torch."""
+"""Models: checkpoints, families, anatomy and tokenizers. Headers are read without torch."""

@@ -1,8 +1,7 @@
-"""What an already quantized checkpoint holds: which method, and how many model weights each stored tensor stands for.
+"""How a checkpoint is already quantized: the method, and the number of model weights in each stored tensor.
 
-Read from config.json's `quantization_config` and from the tensors' names and dtypes, as the formats' own writers leave
-them: int32 words pack 32 / bits weights, a byte of a 4-bit float format packs two, and scales, zero points and index
-tensors stand for none.
+config.json's `quantization_config` and the tensors' names and dtypes decide: int32 words pack 32 / bits weights, a byte
+of a 4-bit float format packs two, and scales, zero points and index tensors hold no weights.
 """
 
 import re
@@ -12,7 +11,7 @@ from typing import Any
 from quantry.errors import CheckpointError, ConfigError
 from quantry.types import Checkpoint, Quantization, TensorInfo
 
-# Tensors that describe the quantization and are no weights of the model.
+# tensors that describe the quantization and hold no weights of the model
 PARAMETERS = re.compile(
     r"(\.scales|\.qzeros|\.g_idx|\.SCB|\.weight_format|\.absmax|\.quant_map|\.nested_absmax|\.nested_quant_map"
     r"|\.quant_state\.bitsandbytes__\w+|[._](weight|input|output|activation|k|v|q|kv)_(global_)?scale(_inv|_2)?"
@@ -22,22 +21,22 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def check_sixteen_bit(checkpoint: Checkpoint) -> None:
-    """Refuses a checkpoint whose weights are no longer 16 bit."""
+    """Raises CheckpointError if the weights of a checkpoint are no longer 16 bit."""
     if checkpoint.format == "gguf":
         raise CheckpointError(
             f"{checkpoint.source} is a GGUF file",
             fix="use the model it was made from, or turn it back with quantry convert --to bf16",
         )
-    found = quantization(checkpoint)
-    if found:
+    quantized = quantization(checkpoint)
+    if quantized:
         raise CheckpointError(
-            f"{checkpoint.source} is already quantized ({found.method}, {found.bits:g} bits)",
+            f"{checkpoint.source} is already quantized ({quantized.method}, {quantized.bits:g} bits)",
             fix="use the 16-bit original, or quantry convert for another format",
         )
 
 
 def quantization(checkpoint: Checkpoint) -> Quantization | None:
-    """How the checkpoint is quantized; None when all its weights are 16 bit or wider."""
+    """Returns how the checkpoint is quantized; None if all its weights are 16 bit or wider."""
     if checkpoint.format == "gguf":
         return _of_gguf(checkpoint)
     settings = _settings(checkpoint.config)
@@ -56,7 +55,7 @@ def quantization(checkpoint: Checkpoint) -> Quantization | None:
 
 
 def weights_of(checkpoint: Checkpoint, tensor: TensorInfo) -> int:
-    """The number of model weights that a stored tensor stands for."""
+    """Returns the number of model weights that a stored tensor holds."""
     settings = _settings(checkpoint.config) if checkpoint.format == "safetensors" else None
     if settings is None:
         return tensor.numel
@@ -69,8 +68,10 @@ def weights_of(checkpoint: Checkpoint, tensor: TensorInfo) -> int:
 
 
 def _stored_shape(checkpoint: Checkpoint, tensor: TensorInfo) -> int:
-    """Weights in words that their width does not divide: compressed-tensors packed 3 bits in two ways over time, so its
-    `weight_shape` (two 64-bit numbers) is read; GPTQ has always packed 32 weights into as many words as bits.
+    """Returns the weights in words whose 32 bits are no multiple of their width.
+
+    compressed-tensors has packed 3 bits in two layouts, so its `weight_shape` (two 64-bit numbers) is read; GPTQ has
+    always packed 32 weights into as many words as bits.
     """
     name = tensor.name.removesuffix("weight_packed") + "weight_shape"
     shape = next((other for other in checkpoint.tensors if other.name == name and other.nbytes == 16), None)
@@ -88,7 +89,7 @@ def _settings(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _bits(settings: Mapping[str, Any], tensor: TensorInfo) -> int:
-    """The width of the quantized weights in `tensor`; 0 for a tensor that is kept in 16 bit or wider."""
+    """Returns the width of the quantized weights in `tensor`; 0 for a tensor in 16 bit or wider."""
     if tensor.dtype in FLOATS or PARAMETERS.search(tensor.name):
         return 0
     if tensor.dtype.startswith("F8") or tensor.dtype == "I8":
@@ -103,7 +104,7 @@ def _bits(settings: Mapping[str, Any], tensor: TensorInfo) -> int:
 
 
 def _weight_groups(settings: Mapping[str, Any]) -> Iterable[tuple[list[str], Mapping[str, Any]]]:
-    """compressed-tensors' config groups: what each applies to, and how it quantizes weights."""
+    """Yields compressed-tensors' config groups: their targets, and how they quantize weights."""
     groups = settings.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
         if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping):
@@ -112,7 +113,7 @@ def _weight_groups(settings: Mapping[str, Any]) -> Iterable[tuple[list[str], Map
 
 
 def _group_for(settings: Mapping[str, Any], tensor: TensorInfo) -> Mapping[str, Any]:
-    """The group that names the tensor's module, or else the first that names a class of modules."""
+    """Returns the group that names the tensor's module, or else the first that names a class of modules."""
     module = tensor.name.rpartition(".")[0]
     general: Mapping[str, Any] = {}
     for targets, weights in _weight_groups(settings):
@@ -128,7 +129,9 @@ def _matches(pattern: str, module: str) -> bool:
     try:
         return re.match(pattern, module) is not None
     except re.error as error:
-        raise ConfigError(f"quantization_config has a target re:{pattern[:80]} ({error})", fix="mend it") from error
+        raise ConfigError(
+            f"quantization_config has a target re:{pattern[:80]} ({error})", fix="correct the pattern"
+        ) from error
 
 
 def _group_size(settings: Mapping[str, Any]) -> int | None:
@@ -144,7 +147,7 @@ def _of_gguf(checkpoint: Checkpoint) -> Quantization | None:
     weights = sum(tensor.numel for tensor in quantized)
     if not weights:
         return None
-    kind = checkpoint.metadata.get("general.file_type")
+    file_type = checkpoint.metadata.get("general.file_type")
     names = {int(member): member.name.removeprefix("MOSTLY_").lower() for member in LlamaFileType}
-    name = names.get(kind, "mixed") if isinstance(kind, int) else "mixed"
+    name = names.get(file_type, "mixed") if isinstance(file_type, int) else "mixed"
     return Quantization(f"gguf-{name}", round(8 * sum(tensor.nbytes for tensor in quantized) / weights, 3))

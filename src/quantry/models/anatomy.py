@@ -1,4 +1,4 @@
-"""The anatomy of a model: what it is made of and what it weighs, from headers alone."""
+"""The anatomy of a model: its parts and their sizes, from headers alone."""
 
 from collections import Counter
 from pathlib import Path
@@ -11,12 +11,15 @@ from quantry.types import Anatomy, Checkpoint, Part
 
 
 def inspect(model: str | Path) -> Anatomy:
-    """Reads the headers of `model` (a folder, a GGUF file, a hub id or `demo`) and says what it is made of."""
+    """Reads the headers of `model` (a folder, a GGUF file, a hub id or `demo`) and returns its anatomy.
+
+    Raises ModelNotFoundError, CheckpointError or ConfigError if it cannot be read.
+    """
     return dissect(open_checkpoint(model))
 
 
 def dissect(checkpoint: Checkpoint) -> Anatomy:
-    """The anatomy of an open checkpoint."""
+    """Returns the anatomy of an open checkpoint."""
     blocks = block_count(checkpoint.config)
     cache = kv_layers(checkpoint.config)
     parts = _parts(checkpoint, blocks)
@@ -45,7 +48,7 @@ def dissect(checkpoint: Checkpoint) -> Anatomy:
 
 
 def _parts(checkpoint: Checkpoint, blocks: int) -> tuple[Part, ...]:
-    """Tensors added up by part; a head that is stored although it is tied adds bytes but no parameters."""
+    """Sums tensors by part; a head that is stored although tied adds bytes but no parameters."""
     tied = bool(checkpoint.config.get("tie_word_embeddings"))
     tensors: Counter[str] = Counter()
     parameters: Counter[str] = Counter()
@@ -64,7 +67,7 @@ def _parts(checkpoint: Checkpoint, blocks: int) -> tuple[Part, ...]:
 
 
 def _tied_head(checkpoint: Checkpoint, parts: tuple[Part, ...]) -> bool:
-    """Whether the embedding serves as the head. GGUF says so by leaving the head out."""
+    """Returns True if the embedding serves as the head; GGUF then leaves the head out."""
     if checkpoint.format == "gguf":
         return all(part.name != "head" for part in parts)
     tied = checkpoint.config.get("tie_word_embeddings")
@@ -72,6 +75,6 @@ def _tied_head(checkpoint: Checkpoint, parts: tuple[Part, ...]) -> bool:
 
 
 def sixteen_bit(checkpoint: Checkpoint) -> Anatomy:
-    """The anatomy of a checkpoint that can be quantized; any other is refused."""
+    """Returns the anatomy of a 16-bit checkpoint. Raises CheckpointError for a quantized one."""
     check_sixteen_bit(checkpoint)
     return dissect(checkpoint)

@@ -1,8 +1,8 @@
-"""How each layer of a model keeps its past, and what that costs in a 16-bit cache.
+"""How each layer of a model caches the past, and the cost in a 16-bit cache.
 
-A full layer keeps K and V of every token, a sliding one those of its window, multi-head latent attention (MLA) one
-compressed vector a token, and a recurrent layer a state of constant size. All of it is read from config.json; the rules
-of families whose config is silent are in families.toml.
+A full layer caches K and V of every token, a sliding layer those of its window, multi-head latent attention (MLA) one
+compressed vector a token, and a recurrent layer a state of constant size. config.json says which; where a family's
+config does not, families.toml has the rule.
 """
 
 import tomllib
@@ -35,7 +35,7 @@ LINEAR_ATTENTION = (
     "linear_conv_kernel_dim",
 )
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
-LAYER_KINDS: Mapping[str, LayerKind | None] = {  # what configs call a layer -> how it keeps its past, None: it does not
+LAYER_KINDS: Mapping[str, LayerKind | None] = {  # a config's name for a layer -> its cache; None: no cache
     "full_attention": "full",
     "attention": "full",
     "global_attention": "full",
@@ -58,7 +58,7 @@ LAYER_KINDS: Mapping[str, LayerKind | None] = {  # what configs call a layer -> 
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a config, with old names of fields turned into the usual ones."""
+    """Returns the language model's part of a config, with old names of fields replaced by the usual ones."""
     for key in TEXT_CONFIGS:
         if isinstance(config.get(key), Mapping):
             return text_config(config[key])
@@ -67,18 +67,18 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def block_count(config: Mapping[str, Any]) -> int:
-    """The number of decoder blocks."""
+    """Returns the number of decoder blocks."""
     return _layer_count(text_config(config))
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
-    """The longest context the model was made for, where the config tells."""
+    """Returns the longest context the model was made for, or None if the config does not say."""
     length = text_config(config).get("max_position_embeddings")
     return length if type(length) is int and length > 0 else None
 
 
 def kv_layers(config: Mapping[str, Any]) -> tuple[KVLayers, ...]:
-    """The layers of a model, grouped by how they keep their past."""
+    """Returns the layers of a model, grouped by how they cache the past."""
     text = text_config(config)
     kinds = layer_kinds(text)
     groups: dict[LayerKind, tuple[int, int]] = {}
@@ -99,7 +99,7 @@ def kv_layers(config: Mapping[str, Any]) -> tuple[KVLayers, ...]:
 
 
 def layer_kinds(text: Mapping[str, Any]) -> tuple[LayerKind | None, ...]:
-    """How each layer keeps its past, first to last; layers that reuse another's cache count as None."""
+    """Returns how each layer caches the past, first to last; None for layers that reuse another's cache."""
     count = _layer_count(text)
     kinds = _listed_kinds(text) or _ruled_kinds(text, count)
     if len(kinds) != count:
@@ -112,7 +112,7 @@ def layer_kinds(text: Mapping[str, Any]) -> tuple[LayerKind | None, ...]:
 
 
 def _listed_kinds(text: Mapping[str, Any]) -> tuple[LayerKind | None, ...]:
-    """The kinds that the config names layer by layer, or nothing."""
+    """Returns the kinds that the config lists layer by layer, or an empty tuple."""
     listed = text.get("layer_types") or text.get("layers_block_type") or text.get("hybrid_override_pattern")
     if listed is None:
         return ()
@@ -127,7 +127,7 @@ def _listed_kinds(text: Mapping[str, Any]) -> tuple[LayerKind | None, ...]:
 
 
 def _ruled_kinds(text: Mapping[str, Any], count: int) -> tuple[LayerKind | None, ...]:
-    """The kinds that follow from the config's other fields and the family's rule."""
+    """Returns the kinds that follow from the config's other fields and the family's rule."""
     rule = _families().get(str(text.get("model_type")), {})
     if rule.get("recurrent") == "all":
         return tuple("recurrent" for _ in range(count))
@@ -144,7 +144,7 @@ def _ruled_kinds(text: Mapping[str, Any], count: int) -> tuple[LayerKind | None,
 
 
 def _slides(text: Mapping[str, Any], rule: Any) -> Callable[[int], bool]:
-    """Whether the layer of an index slides, by a row of families.toml."""
+    """Returns a function that says if the layer of an index slides, by a row of families.toml."""
     pattern = text.get("sliding_window_pattern")
     if isinstance(pattern, Sequence):  # GGUF may list it layer by layer
         return lambda index: bool(pattern[index]) if index < len(pattern) else False
@@ -194,7 +194,7 @@ def _window(text: Mapping[str, Any]) -> int | None:
 
 
 def _state_bytes(text: Mapping[str, Any], layers: int) -> int | None:
-    """The recurrent state of `layers` layers: float32 state and 16-bit convolution tail, as engines keep them."""
+    """Returns the bytes of the state of `layers` layers: float32 state, 16-bit convolution tail, as in the engines."""
     if all(type(text.get(name)) is int for name in LINEAR_ATTENTION):
         key_heads, key_size, value_heads, value_size, kernel = (_count(text, name) for name in LINEAR_ATTENTION)
         convolved = 2 * key_heads * key_size + value_heads * value_size
@@ -207,7 +207,7 @@ def _state_bytes(text: Mapping[str, Any], layers: int) -> int | None:
 
 
 def _layer_count(text: Mapping[str, Any]) -> int:
-    """The number of layers, held against a limit before anything is made for each of them."""
+    """Returns the number of layers. Raises ConfigError above a limit, before anything is allocated for each."""
     count = _count(text, "num_hidden_layers")
     if count > LAYER_LIMIT:
         raise ConfigError(
@@ -218,7 +218,7 @@ def _layer_count(text: Mapping[str, Any]) -> int:
 
 
 def _count(text: Mapping[str, Any], name: str) -> int:
-    """A field that must be a positive integer."""
+    """Returns a field that must be a positive integer."""
     value = text.get(name)
     if value is None:
         raise _lacks(name)
@@ -228,7 +228,7 @@ def _count(text: Mapping[str, Any], name: str) -> int:
 
 
 def _per_layer(text: Mapping[str, Any], name: str, index: int) -> int | None:
-    """A count that may differ from layer to layer."""
+    """Returns a count that may differ from layer to layer."""
     value = text.get(name)
     if isinstance(value, Sequence) and not isinstance(value, str):
         value = value[index] if index < len(value) else None

@@ -1,4 +1,4 @@
-"""How many experts a mixture has and how many a token uses, by the keys that families write into config.json."""
+"""The number of experts of a mixture, and of those a token uses, by the keys that families write into config.json."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,12 +8,12 @@ USED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k")
 
 
 def expert_count(text: Mapping[str, Any]) -> int:
-    """The routed experts of a layer, by the text part of a config; 0 for a dense model."""
+    """Returns the number of routed experts of a layer, from the text part of a config; 0 for a dense model."""
     return _first(text, COUNTS)
 
 
 def experts_used(text: Mapping[str, Any]) -> int:
-    """The routed experts that a token goes through; 0 for a dense model."""
+    """Returns the number of routed experts that a token goes through; 0 for a dense model."""
     return _first(text, USED)
 
 

@@ -1,4 +1,4 @@
-"""Where a checkpoint's bytes come from: the same small contract for a folder and for a hub repository."""
+"""The bytes of a checkpoint: one small protocol for a folder and for a hub repository."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,8 +9,8 @@ from quantry.errors import CheckpointError
 SMALL_FILE_LIMIT = 64 << 20  # config.json, index and tokenizer files; the largest tokenizer.json known is 33 MB
 
 
-class Files(Protocol):
-    """Named byte ranges. `sizes` lists what there is; `read` gives exactly the bytes asked for, or raises."""
+class CheckpointFiles(Protocol):
+    """Named byte ranges: `sizes` lists the files; `read` returns exactly the bytes requested, or raises."""
 
     label: str
 
@@ -46,7 +46,7 @@ class LocalFiles:
 
 
 def whole(data: bytes, name: str, start: int, length: int) -> bytes:
-    """The data, if it is all that was asked for."""
+    """Returns the data. Raises CheckpointError if it is shorter than `length`."""
     if len(data) != length:
         raise CheckpointError(
             f"{name} ends at byte {start + len(data)} but {start + length} are needed",
@@ -55,8 +55,8 @@ def whole(data: bytes, name: str, start: int, length: int) -> bytes:
     return data
 
 
-def read_small(files: Files, name: str) -> bytes:
-    """All of a small file; a size that no such file has is refused before reading."""
+def read_small(files: CheckpointFiles, name: str) -> bytes:
+    """Returns the content of a small file. Raises CheckpointError, before reading, if it is too large."""
     size = files.sizes[name]
     if size > SMALL_FILE_LIMIT:
         raise CheckpointError(

@@ -1,7 +1,7 @@
 """GGUF headers: magic, key-values, tensor table. Only the header is read, in growing chunks, from disk or by range.
 
-Every count and length is held against the bytes that are left before anything is allocated. Long arrays (the
-vocabulary has hundreds of thousands of entries) are walked over and kept as `Skipped`, since no one asks for them here.
+Every count and length is checked against the remaining bytes before anything is allocated. Long arrays (a vocabulary
+has hundreds of thousands of entries) are skipped and kept as `Skipped`.
 """
 
 import re
@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from quantry.errors import CheckpointError, ConfigError
-from quantry.models.files import Files
+from quantry.models.files import CheckpointFiles
 from quantry.types import TensorInfo
 
 MAGIC = b"GGUF"
@@ -25,7 +25,7 @@ SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 STRING, ARRAY = 8, 9
 
-# GGUF key without its architecture prefix -> the name Hugging Face's config.json gives the same thing
+# GGUF key without its architecture prefix -> its name in Hugging Face's config.json
 CONFIG_KEYS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -52,7 +52,7 @@ CONFIG_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """An array that was walked over."""
+    """An array that was not kept."""
 
     count: int
 
@@ -63,8 +63,8 @@ class Header:
     tensors: tuple[TensorInfo, ...]
 
 
-def read_shards(files: Files, name: str, whole: bool = False) -> Header:
-    """The header of a GGUF file, or of all parts of a split one; `whole` keeps long arrays too."""
+def read_shards(files: CheckpointFiles, name: str, whole: bool = False) -> Header:
+    """Reads the header of a GGUF file, or of all parts of a split one; `whole` keeps long arrays too."""
     names = _parts(files, name)
     headers = [read_header(files, part, whole) for part in names]
     tensors: dict[str, TensorInfo] = {}
@@ -76,7 +76,7 @@ def read_shards(files: Files, name: str, whole: bool = False) -> Header:
     return Header(headers[0].metadata, tuple(tensors.values()))
 
 
-def read_header(files: Files, name: str, whole: bool = False) -> Header:
+def read_header(files: CheckpointFiles, name: str, whole: bool = False) -> Header:
     """Parses and checks the header of one file; `whole` keeps long arrays too."""
     cursor = _Cursor(files, name, ARRAY_LIMIT if whole else KEPT_ITEMS)
     if files.sizes[name] < 24:
@@ -87,7 +87,7 @@ def read_header(files: Files, name: str, whole: bool = False) -> Header:
     if version not in (2, 3):
         hint = " (a big-endian file?)" if version & 0xFFFF == 0 else ""
         raise CheckpointError(
-            f"{name} is GGUF version {version}{hint}, and versions 2 and 3 are read",
+            f"{name} is GGUF version {version}{hint}, but only versions 2 and 3 are supported",
             fix="convert it again with a current llama.cpp",
         )
     metadata = _read_metadata(cursor, item_count)
@@ -96,7 +96,7 @@ def read_header(files: Files, name: str, whole: bool = False) -> Header:
 
 
 def config_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The metadata in the language of config.json."""
+    """Returns the metadata under the keys of config.json."""
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise ConfigError(
@@ -116,9 +116,9 @@ def config_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
 class _Cursor:
     """Reads a file front to back in chunks that double, so that a header costs few requests and little memory."""
 
-    def __init__(self, files: Files, name: str, kept: int) -> None:
+    def __init__(self, files: CheckpointFiles, name: str, kept: int) -> None:
         self._files, self.name, self.size = files, name, files.sizes[name]
-        self.kept = kept  # items of the longest array that is not walked over
+        self.kept = kept  # items of the longest array that is kept
         self._buffer, self._start, self._chunk = b"", 0, 1 << 16
         self.position = 0
 
@@ -149,7 +149,7 @@ class _Cursor:
 
 
 def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
-    if count > COUNT_LIMIT or count * 13 > cursor.left:  # a key of no letters, a type and one byte
+    if count > COUNT_LIMIT or count * 13 > cursor.left:  # at least an empty key, a type and one byte
         raise _damaged(cursor.name, f"claims {count} key-values in {cursor.left} bytes")
     metadata: dict[str, Any] = {}
     for _ in range(count):
@@ -160,33 +160,34 @@ def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
     return metadata
 
 
-def _read_value(cursor: _Cursor, kind: int, depth: int) -> Any:
-    if kind in SCALARS:
-        return cursor.number(SCALARS[kind])
-    if kind == STRING:
+def _read_value(cursor: _Cursor, type_number: int, depth: int) -> Any:
+    if type_number in SCALARS:
+        return cursor.number(SCALARS[type_number])
+    if type_number == STRING:
         return cursor.string()
-    if kind == ARRAY and depth < NESTING_LIMIT:
+    if type_number == ARRAY and depth < NESTING_LIMIT:
         return _read_array(cursor, depth)
-    fault = f"an unknown value type {kind}" if kind != ARRAY else f"arrays nested deeper than {NESTING_LIMIT}"
+    nested = f"arrays nested deeper than {NESTING_LIMIT}"
+    fault = nested if type_number == ARRAY else f"an unknown value type {type_number}"
     raise _damaged(cursor.name, f"has {fault} at byte {cursor.position}")
 
 
 def _read_array(cursor: _Cursor, depth: int) -> tuple[Any, ...] | Skipped:
-    kind, count = struct.unpack("<IQ", cursor.take(12))
-    smallest = struct.calcsize(SCALARS[kind]) if kind in SCALARS else 8
+    type_number, count = struct.unpack("<IQ", cursor.take(12))
+    smallest = struct.calcsize(SCALARS[type_number]) if type_number in SCALARS else 8
     if count > ARRAY_LIMIT or count * smallest > cursor.left:
         raise _damaged(cursor.name, f"claims an array of {count} items with {cursor.left} bytes left")
     if count <= cursor.kept:
-        return tuple(_read_value(cursor, kind, depth + 1) for _ in range(count))
-    if kind in SCALARS:
+        return tuple(_read_value(cursor, type_number, depth + 1) for _ in range(count))
+    if type_number in SCALARS:
         for begin in range(0, count * smallest, 1 << 20):
             cursor.take(min(1 << 20, count * smallest - begin))
         return Skipped(count)
     for _ in range(count):
-        if kind == STRING:
+        if type_number == STRING:
             cursor.take(cursor.number("<Q"))
         else:
-            _read_value(cursor, kind, depth + 1)
+            _read_value(cursor, type_number, depth + 1)
     return Skipped(count)
 
 
@@ -201,7 +202,7 @@ def _read_tensor_table(cursor: _Cursor, count: int, alignment: int) -> tuple[Ten
             raise _damaged(name, f"has two tensors named {key[:80]!r}")
         rows[key] = row
     data_start = -(-cursor.position // alignment) * alignment
-    tensors = [_tensor(name, key, *row, data_start) for key, row in rows.items()]
+    tensors = [_tensor(name, key, shape, number, data_start + at) for key, (shape, number, at) in rows.items()]
     end = data_start
     for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.nbytes)):
         if (tensor.start - data_start) % alignment:
@@ -215,34 +216,34 @@ def _read_tensor_table(cursor: _Cursor, count: int, alignment: int) -> tuple[Ten
 
 
 def _read_tensor_row(cursor: _Cursor) -> tuple[str, tuple[tuple[int, ...], int, int]]:
-    """A tensor's name, and its shape, type and offset."""
+    """Returns a tensor's name, and its shape, type and offset."""
     tensor = cursor.string()
     dimensions = cursor.number("<I")
     if dimensions > 4:
         raise _damaged(cursor.name, f"gives {tensor[:80]!r} {dimensions} dimensions, more than 4")
     shape = struct.unpack(f"<{dimensions}Q", cursor.take(8 * dimensions))
-    kind, offset = struct.unpack("<IQ", cursor.take(12))
-    return tensor, (tuple(reversed(shape)), kind, offset)
+    type_number, offset = struct.unpack("<IQ", cursor.take(12))
+    return tensor, (tuple(reversed(shape)), type_number, offset)
 
 
 @cache
 def block_sizes() -> dict[int, tuple[str, int, int]]:
-    """ggml type number -> name, weights in a block, bytes of a block."""
+    """Maps a ggml type number to its name, the weights in a block and the bytes of a block."""
     from gguf import GGML_QUANT_SIZES
 
-    return {int(kind): (kind.name, weights, nbytes) for kind, (weights, nbytes) in GGML_QUANT_SIZES.items()}
+    return {int(number): (number.name, weights, nbytes) for number, (weights, nbytes) in GGML_QUANT_SIZES.items()}
 
 
-def _tensor(file: str, name: str, shape: tuple[int, ...], kind: int, offset: int, data_start: int) -> TensorInfo:
-    if kind not in block_sizes():
+def _tensor(file: str, name: str, shape: tuple[int, ...], type_number: int, start: int) -> TensorInfo:
+    if type_number not in block_sizes():
         raise CheckpointError(
-            f"{file} stores {name[:80]} as ggml type {kind}, which is not known", fix="update the gguf package"
+            f"{file} stores {name[:80]} as the unknown ggml type {type_number}", fix="update the gguf package"
         )
-    dtype, weights, nbytes = block_sizes()[kind]
+    dtype, weights, nbytes = block_sizes()[type_number]
     row = shape[-1] if shape else 1
     if row % weights:
         raise _damaged(file, f"has a {dtype} tensor {name[:80]} with rows of {row}, not a multiple of {weights}")
-    return TensorInfo(name, dtype, shape, file, data_start + offset, prod(shape) // weights * nbytes)
+    return TensorInfo(name, dtype, shape, file, start, prod(shape) // weights * nbytes)
 
 
 def _alignment(name: str, metadata: Mapping[str, Any]) -> int:
@@ -252,8 +253,8 @@ def _alignment(name: str, metadata: Mapping[str, Any]) -> int:
     return value
 
 
-def _parts(files: Files, name: str) -> list[str]:
-    """The names of all parts of a split file."""
+def _parts(files: CheckpointFiles, name: str) -> list[str]:
+    """Returns the names of all parts of a split file."""
     match = SHARD.fullmatch(name)
     if match is None:
         return [name]
@@ -262,7 +263,7 @@ def _parts(files: Files, name: str) -> list[str]:
     missing = [part for part in names if part not in files.sizes]
     if missing or name not in names:
         raise CheckpointError(
-            f"{name} is one of {count} parts and {len(missing)} are not there, first {(missing or [name])[0]}",
+            f"{name} is one of {count} parts and {len(missing)} are missing, first {(missing or [name])[0]}",
             fix="download the missing parts into the same folder",
         )
     return names

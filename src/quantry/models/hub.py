@@ -1,7 +1,7 @@
-"""A repository on the Hugging Face hub, read by range requests: headers of a 140 GB model cost a few hundred kilobytes.
+"""A repository on the Hugging Face hub, read by range requests: the headers of a 140 GB model cost some 100 kB.
 
-huggingface_hub supplies the addresses, the login, the session and the meaning of the status codes. `HF_ENDPOINT` and
-`HF_TOKEN` work as everywhere.
+huggingface_hub supplies the addresses, the login, the session and the errors; `HF_ENDPOINT` and `HF_TOKEN` work as
+usual.
 """
 
 import re
@@ -20,7 +20,7 @@ PICKLES = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "o
 
 
 class HubFiles:
-    """The files of one revision of a hub repository, pinned to its commit at the first look."""
+    """The files of one revision of a hub repository, pinned to its commit at the first request."""
 
     def __init__(self, repo: str, revision: str | None = None) -> None:
         self.repo = repo
@@ -57,7 +57,7 @@ class HubFiles:
         return whole(data, f"{self.label}/{name}", start, length)
 
     def download(self, names: list[str] | None = None) -> Path:
-        """All files of the revision but pickles (or those named), in the hub's own cache."""
+        """Downloads all files of the revision except pickles (or those named) into the hub's own cache."""
         from huggingface_hub import snapshot_download
 
         with _hub_errors(self.label):
@@ -68,7 +68,7 @@ class HubFiles:
 
 
 def _take(chunks: Iterable[bytes], skip: int, length: int) -> bytes:
-    """`length` bytes after the first `skip`: a server that ignores the range is not read to its end."""
+    """Returns `length` bytes after the first `skip`, and stops there if a server ignores the range."""
     data = bytearray()
     for chunk in chunks:
         data += chunk[min(skip, len(chunk)) :]
@@ -82,7 +82,7 @@ def _take(chunks: Iterable[bytes], skip: int, length: int) -> bytes:
 def _hub_errors(label: str) -> Iterator[None]:
     from huggingface_hub import errors, get_session
 
-    transport = import_module(type(get_session()).__module__.partition(".")[0])  # httpx or httpx2, as installed
+    transport = import_module(type(get_session()).__module__.partition(".")[0])  # httpx or httpx2
     try:
         yield
     except errors.GatedRepoError as error:

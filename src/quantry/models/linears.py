@@ -1,9 +1,9 @@
 """The linear layers of a model that can be quantized, and which of them an engine fuses.
 
-A linear is named as an engine will look for it: experts that a checkpoint stores fused in one three-dimensional tensor
-(gate_up_proj, down_proj) become one linear each, cut out of their source. What an engine fuses into one matrix (q/k/v,
-gate/up) carries one `fused` name, since such layers must share their grid; what it stacks as well (the experts of a
-layer) one `shared` name, since all of that must share any scale that spans a whole tensor.
+Linears have the names that engines expect: experts that a checkpoint stores fused in one three-dimensional tensor
+(gate_up_proj, down_proj) become one linear each, cut out of their source. Layers that an engine fuses into one matrix
+(q/k/v, gate/up) have one `fused` name, since they must share their grid. Layers that it also stacks (the experts of a
+layer) have one `shared` name, since they must share any scale that spans a whole tensor.
 """
 
 import re
@@ -25,7 +25,7 @@ FUSED = (  # as vLLM 0.32's models pack them
     ("w1", "w3"),
 )
 EXPERT = re.compile(r"\.experts\.\d+\.")
-STACKED = re.compile(r"(?P<experts>.+\.experts)\.(?P<kind>gate_up_proj|down_proj)(\.weight)?")
+STACKED = re.compile(r"(?P<experts>.+\.experts)\.(?P<projection>gate_up_proj|down_proj)(\.weight)?")
 EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # linears in a stack
 TRANSPOSED = frozenset({"gpt2", "openai-gpt", "imagegpt"})  # Conv1D keeps weights as (in, out)
 INTERLEAVED = frozenset({"gpt_oss"})  # gate and up rows alternate
@@ -38,28 +38,32 @@ class Linear:
     module: str
     source: str
     shape: tuple[int, int]
-    fused: str  # the same for all that one matrix of the engine is made of
-    shared: str  # the same for all that must share a scale for whole tensors: as fused, and all experts of a layer
+    fused: str  # the same for all parts of one matrix of the engine
+    shared: str  # the same for all that share a scale for whole tensors: as fused, and all experts of a layer
     expert: int | None = None
     rows: tuple[int, int] | None = None
     flip: bool = False
 
 
 def linears(checkpoint: Checkpoint, blocks: int) -> tuple[Linear, ...]:
-    """All linear layers of the decoder blocks, in the order of the checkpoint."""
+    """Returns all linear layers of the decoder blocks, in the order of the checkpoint.
+
+    Raises ConfigError if the family stores them in an unsupported layout.
+    """
     family = str(text_config(checkpoint.config).get("model_type"))
     hidden = text_config(checkpoint.config).get("hidden_size")
-    found = [
+    layers = [
         linear
         for tensor in checkpoint.tensors
         if part_of(tensor.name, blocks) in QUANTIZED_PARTS and tensor.dtype in FLOATS
         for linear in _of_tensor(tensor, checkpoint.tensors, family, hidden)
     ]
-    if found and family in TRANSPOSED:
+    if layers and family in TRANSPOSED:
         raise ConfigError(
-            f"{family} keeps its linear weights transposed, which is not supported", fix="use a model of another family"
+            f"{family} keeps its linear weights transposed, which is not supported",
+            fix="use a model of another family",
         )
-    return tuple(found)
+    return tuple(layers)
 
 
 def _of_tensor(tensor: TensorInfo, tensors: Sequence[TensorInfo], family: str, hidden: Any) -> list[Linear]:
@@ -70,7 +74,7 @@ def _of_tensor(tensor: TensorInfo, tensors: Sequence[TensorInfo], family: str, h
         if family in INTERLEAVED:
             raise ConfigError(f"{family} interleaves gate and up rows, which is not supported", fix="use its own file")
         flip = _is_flipped(stacked["experts"], tensors, hidden)
-        return _of_experts(tensor, stacked["experts"], stacked["kind"], flip)
+        return _of_experts(tensor, stacked["experts"], stacked["projection"], flip)
     if len(tensor.shape) != 2 or not tensor.name.endswith(".weight"):
         return []
     module = tensor.name.removesuffix(".weight")
@@ -86,23 +90,23 @@ def module_names(tensor: str, expert: int | None) -> tuple[str, ...]:
     stacked = STACKED.fullmatch(tensor)
     if stacked is None:
         return (f"{stem}.{expert}",)
-    return tuple(f"{stacked['experts']}.{expert}.{leaf}" for leaf in EXPERT_PARTS[stacked["kind"]])
+    return tuple(f"{stacked['experts']}.{expert}.{leaf}" for leaf in EXPERT_PARTS[stacked["projection"]])
 
 
 def fused_name(module: str) -> str:
-    """The name shared by the modules that engines fuse with this one."""
+    """Returns the name shared by the modules that engines fuse with this one."""
     parent, _, leaf = module.rpartition(".")
     siblings = next((names for names in FUSED if leaf in names), (leaf,))
     return f"{parent}.{'+'.join(siblings)}"
 
 
 def shared_name(fused: str) -> str:
-    """The name shared by all that must have one scale for whole tensors; engines stack the experts of a layer."""
+    """Returns the name shared by all layers with one scale for whole tensors; engines stack the experts of a layer."""
     return EXPERT.sub(".experts.*.", fused)
 
 
 def _is_flipped(prefix: str, tensors: Sequence[TensorInfo], hidden: Any) -> bool:
-    """Whether a stack is (experts, in, out): its down projection tells, being (hidden, inner) the right way round."""
+    """Returns True if a stack is (experts, in, out); its down projection, (hidden, inner) unless flipped, shows it."""
     down = next((t for t in tensors if t.name.removesuffix(".weight") == f"{prefix}.down_proj"), None)
     shape = down.shape if down else ()
     if len(shape) != 3 or (shape[1] == hidden) == (shape[2] == hidden):
@@ -113,11 +117,11 @@ def _is_flipped(prefix: str, tensors: Sequence[TensorInfo], hidden: Any) -> bool
     return bool(shape[2] == hidden)
 
 
-def _of_experts(tensor: TensorInfo, prefix: str, kind: str, flip: bool) -> list[Linear]:
-    """The linears in a stack of experts."""
+def _of_experts(tensor: TensorInfo, prefix: str, projection: str, flip: bool) -> list[Linear]:
+    """Returns the linears in a stack of experts."""
     experts, first, second = tensor.shape
     out, into = (second, first) if flip else (first, second)
-    names = EXPERT_PARTS[kind]
+    names = EXPERT_PARTS[projection]
     part = out // len(names)
     return [
         Linear(

@@ -1,10 +1,11 @@
-"""Which part of a model a tensor belongs to, told from its name; safetensors and GGUF names alike.
+"""The part of a model that a tensor belongs to, from its name in safetensors or GGUF.
 
-The table is read from the top and the first pattern that is found in the name decides, so the special stands before the
-general: a projector before the vision tower, an expert before the MLP, a norm before the attention it sits in.
+The first pattern that matches the name decides, so special patterns come before general ones: a projector before the
+vision tower, an expert before the MLP, a norm before its attention.
 """
 
 import re
+from functools import cache
 
 PATTERNS: dict[str, tuple[str, ...]] = {
     "buffers": (r"inv_freq", r"rope_(freqs|factors)", r"masked_bias", r"\.attn\.bias$", r"position_ids$"),
@@ -35,13 +36,14 @@ PATTERNS: dict[str, tuple[str, ...]] = {
 PARTS = tuple((part, re.compile("|".join(patterns))) for part, patterns in PATTERNS.items())
 OTHER = "other"
 ORDER = (*PATTERNS, OTHER)
+NUMBER = re.compile(r"\.\d+(?=\.)")  # of a block or an expert: no pattern depends on it
 BLOCK = re.compile(r"(?:^|\.)(?:layers|blk|h|blocks|layer)\.(\d+)\.")
 TOWERS = frozenset({"projector", "vision tower", "audio tower"})
 
 
 def part_of(name: str, blocks: int) -> str:
-    """The part that tensor `name` of a model with `blocks` decoder blocks belongs to."""
-    part = next((part for part, pattern in PARTS if pattern.search(name)), OTHER)
+    """Returns the part that tensor `name` of a model with `blocks` decoder blocks belongs to."""
+    part = _by_pattern(NUMBER.sub(".0", name))
     if part in TOWERS:
         return part
     index = block_of(name)
@@ -49,12 +51,17 @@ def part_of(name: str, blocks: int) -> str:
 
 
 def block_of(name: str) -> int | None:
-    """The index of the block that tensor `name` is in."""
+    """Returns the index of the block that tensor `name` is in, or None."""
     match = BLOCK.search(name)
     return int(match[1]) if match and len(match[1]) < 6 else None
 
 
 def decoder_block(name: str, blocks: int) -> int | None:
-    """The same where that is one of `blocks` decoder blocks; nothing for towers and MTP heads."""
+    """Does the same, but returns None for towers and MTP heads."""
     index = block_of(name)
     return None if index is None or index >= blocks or part_of(name, blocks) in TOWERS else index
+
+
+@cache
+def _by_pattern(name: str) -> str:
+    return next((part for part, pattern in PARTS if pattern.search(name)), OTHER)

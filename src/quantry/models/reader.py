@@ -1,4 +1,4 @@
-"""From what the user wrote to an open checkpoint: finds it, reads its headers and small files, reads no weights."""
+"""Opening a checkpoint from what the user wrote: finds it and reads its headers and small files, but no weights."""
 
 import json
 import tempfile
@@ -11,20 +11,24 @@ from typing import Any
 
 from quantry.errors import CheckpointError, ConfigError, ModelNotFoundError
 from quantry.models import gguf, safetensors
-from quantry.models.files import SMALL_FILE_LIMIT, Files, LocalFiles, read_small
+from quantry.models.files import SMALL_FILE_LIMIT, CheckpointFiles, LocalFiles, read_small
 from quantry.models.hub import HUB_ID, HubFiles
 from quantry.types import Checkpoint
 
 DEMO = "demo"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
 SMALL = (".json", ".jinja", ".model", ".txt", "README.md")
-IMPORTANCE = "imatrix.gguf"  # a GGUF file that holds no model
+IMPORTANCE = "imatrix.gguf"  # a GGUF file without a model
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def open_checkpoint(model: str | Path) -> Checkpoint:
-    """Opens `model`: a folder, a .gguf file, `owner/name[@revision][:file.gguf]` on the hub, or `demo`."""
-    path = demo_folder() if model == DEMO else Path(model).expanduser()
+    """Opens `model`: a folder, a .gguf file, `owner/name[@revision][:file.gguf]` on the hub, or `demo`.
+
+    Raises ModelNotFoundError if it does not exist, HubError if the hub refuses, CheckpointError or ConfigError if it is
+    damaged.
+    """
+    path = _path(model)
     try:
         hub = None if path.exists() else HUB_ID.fullmatch(str(model))
     except OSError as error:
@@ -40,8 +44,8 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
 
 
 def local_folder(model: str | Path) -> Path:
-    """The folder (or GGUF file) of a model; one on the hub is downloaded first, and taken up where it was left."""
-    path = demo_folder() if model == DEMO else Path(model).expanduser()
+    """Returns the folder (or GGUF file) of a model; downloads one on the hub first, and resumes a download."""
+    path = _path(model)
     hub = None if path.exists() else HUB_ID.fullmatch(str(model))
     if hub is None:
         if not path.exists():
@@ -53,8 +57,8 @@ def local_folder(model: str | Path) -> Path:
 
 @contextmanager
 def small_folder(checkpoint: Checkpoint, name: str) -> Iterator[Path]:
-    """The folder of a checkpoint; of one on a hub a folder called `name` with its small files, for a while."""
-    local = demo_folder() if checkpoint.source == DEMO else Path(checkpoint.source).expanduser()
+    """Yields the folder of a checkpoint; for one on a hub, a temporary folder `name` with its small files."""
+    local = _path(checkpoint.source)
     if local.is_dir():
         yield local
         return
@@ -68,11 +72,15 @@ def small_folder(checkpoint: Checkpoint, name: str) -> Iterator[Path]:
 
 
 def demo_folder() -> Path:
-    """The folder of the model that ships with the package."""
+    """Returns the folder of the model that ships with the package."""
     return Path(str(package_files("quantry"))) / "demo"
 
 
-def _open_folder(files: Files, source: str) -> Checkpoint:
+def _path(model: str | Path) -> Path:
+    return demo_folder() if model == DEMO else Path(model).expanduser()
+
+
+def _open_folder(files: CheckpointFiles, source: str) -> Checkpoint:
     names = set(files.sizes)
     ggufs = sorted(name for name in names if name.endswith(".gguf") and not name.endswith(IMPORTANCE))
     if any(name.endswith(".safetensors") for name in names) or safetensors.INDEX_FILE in names:
@@ -87,15 +95,16 @@ def _open_folder(files: Files, source: str) -> Checkpoint:
     pickles = sorted(name for name in names if name.endswith(PICKLES))
     if pickles:
         raise CheckpointError(
-            f"{source} holds only pickled weights ({pickles[0]}), which can run code when they are read",
+            f"{source} holds only pickled weights ({pickles[0]}), which can run code when loaded",
             fix="save the model as safetensors with save_pretrained(safe_serialization=True)",
         )
     raise ModelNotFoundError(
-        f"{source} holds no weights (*.safetensors or *.gguf)", fix="give the folder that config.json and they are in"
+        f"{source} holds no weights (*.safetensors or *.gguf)",
+        fix="give the folder of config.json and the weights",
     )
 
 
-def _open_safetensors(files: Files, source: str) -> Checkpoint:
+def _open_safetensors(files: CheckpointFiles, source: str) -> Checkpoint:
     tensors = safetensors.read_tensors(files)
     config = _read_json(files, "config.json", fix="copy it from the original model")
     return Checkpoint(
@@ -110,11 +119,11 @@ def _open_safetensors(files: Files, source: str) -> Checkpoint:
     )
 
 
-def _open_gguf(files: Files, name: str, source: str) -> Checkpoint:
+def _open_gguf(files: CheckpointFiles, name: str, source: str) -> Checkpoint:
     if name not in files.sizes:
         raise ModelNotFoundError(f"{files.label} has no file {name}", fix="check the name after ':'")
     if name.endswith((".safetensors", *PICKLES)):
-        raise ModelNotFoundError(f"{source} is one file of a checkpoint", fix="give the folder that it is in")
+        raise ModelNotFoundError(f"{source} is one file of a checkpoint", fix="give its folder")
     header = gguf.read_shards(files, name)
     vocabulary = header.metadata.get("tokenizer.ggml.model")
     return Checkpoint(
@@ -130,7 +139,7 @@ def _open_gguf(files: Files, name: str, source: str) -> Checkpoint:
     )
 
 
-def _read_json(files: Files, name: str, fix: str) -> dict[str, Any]:
+def _read_json(files: CheckpointFiles, name: str, fix: str) -> dict[str, Any]:
     if name not in files.sizes:
         raise ConfigError(f"{files.label} has no {name}", fix=fix)
     try:
@@ -142,7 +151,7 @@ def _read_json(files: Files, name: str, fix: str) -> dict[str, Any]:
     return value
 
 
-def _has_chat_template(files: Files) -> bool:
+def _has_chat_template(files: CheckpointFiles) -> bool:
     if "chat_template.jinja" in files.sizes or "chat_template.json" in files.sizes:
         return True
     if "tokenizer_config.json" not in files.sizes:

@@ -1,8 +1,8 @@
-"""Safetensors headers, checked as strictly as the safetensors library does and explained better.
+"""Safetensors headers, checked as strictly as the safetensors library does, with better error messages.
 
 A file is an 8-byte little-endian header length, a JSON header `{name: {dtype, shape, data_offsets}}`, and the data.
-Tensors must fill the data without gap or overlap, and every size must agree with its dtype and shape. Nothing is read
-but the header, so a lying file costs no memory.
+Tensors must fill the data without gap or overlap, and every size must agree with its dtype and shape. Only the header
+is read, so an inconsistent file costs no memory.
 """
 
 import json
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from quantry.errors import CheckpointError
-from quantry.models.files import Files, read_small
+from quantry.models.files import CheckpointFiles, read_small
 from quantry.types import TensorInfo
 
 HEADER_LIMIT = 100_000_000  # bytes; the safetensors library's own limit
@@ -22,14 +22,14 @@ DTYPE_BITS = {
 }  # fmt: skip
 
 
-def read_tensors(files: Files) -> tuple[TensorInfo, ...]:
-    """All tensors of a checkpoint: of the shards its index names, or of its only file(s)."""
+def read_tensors(files: CheckpointFiles) -> tuple[TensorInfo, ...]:
+    """Returns all tensors of a checkpoint: of the shards in its index, or of its only file(s)."""
     index = _read_index(files) if INDEX_FILE in files.sizes else None
     names = sorted(set(index.values())) if index is not None else _unindexed(files)
     missing = [name for name in names if name not in files.sizes]
     if missing:
         raise CheckpointError(
-            f"{INDEX_FILE} names {len(missing)} of {len(names)} shards that are not there, first {missing[0]}",
+            f"{INDEX_FILE} names {len(missing)} of {len(names)} shards that are missing, first {missing[0]}",
             fix="download the missing files",
         )
     tensors: dict[str, TensorInfo] = {}
@@ -46,8 +46,8 @@ def read_tensors(files: Files) -> tuple[TensorInfo, ...]:
     return tuple(tensors.values())
 
 
-def read_header(files: Files, name: str) -> tuple[TensorInfo, ...]:
-    """The tensors of one safetensors file."""
+def read_header(files: CheckpointFiles, name: str) -> tuple[TensorInfo, ...]:
+    """Returns the tensors of one safetensors file."""
     size = files.sizes[name]
     if size < 8:
         raise _damaged(name, f"has {size} bytes, fewer than the 8 of the header length")
@@ -60,7 +60,7 @@ def read_header(files: Files, name: str) -> tuple[TensorInfo, ...]:
 
 
 def parse_header(header: bytes, name: str, size: int) -> tuple[TensorInfo, ...]:
-    """The tensors described by the JSON `header` of a file of `size` bytes."""
+    """Returns the tensors described by the JSON `header` of a file of `size` bytes."""
     try:
         entries = json.loads(header.decode("utf-8"), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
@@ -99,7 +99,7 @@ def _tensor(file: str, name: str, entry: Any, data_start: int) -> TensorInfo:
 
 
 def _is_counts(value: Any) -> TypeGuard[list[int]]:
-    """A list of integers that fit in 63 bits (JSON true and 1.0 are not integers)."""
+    """Accepts a list of integers that fit in 63 bits (JSON true and 1.0 are not integers)."""
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
 
 
@@ -110,7 +110,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return entries
 
 
-def _read_index(files: Files) -> Mapping[str, str]:
+def _read_index(files: CheckpointFiles) -> Mapping[str, str]:
     try:
         weight_map = json.loads(read_small(files, INDEX_FILE))["weight_map"]
         if not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
@@ -124,13 +124,13 @@ def _check_index(index: Mapping[str, str], tensors: Mapping[str, TensorInfo]) ->
     absent = [name for name, file in index.items() if name not in tensors or tensors[name].file != file]
     if absent:
         raise CheckpointError(
-            f"{INDEX_FILE} places {len(absent)} tensors where they are not, first {absent[0]} in {index[absent[0]]}",
-            fix="download the index and the shards of one and the same revision",
+            f"{INDEX_FILE} places {len(absent)} tensors wrongly, first {absent[0]} in {index[absent[0]]}",
+            fix="download the index and the shards of the same revision",
         )
 
 
-def _unindexed(files: Files) -> list[str]:
-    """Without an index: model.safetensors alone if it is there (others are adapters or duplicates), else all."""
+def _unindexed(files: CheckpointFiles) -> list[str]:
+    """Returns the files without an index: model.safetensors if it exists (others are adapters or copies), else all."""
     names = sorted(name for name in files.sizes if name.endswith(".safetensors"))
     return ["model.safetensors"] if "model.safetensors" in names else names
 

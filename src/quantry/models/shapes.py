@@ -1,8 +1,8 @@
 """The tensors that a model has, from its config.json alone.
 
-shapes.toml lists them by family with symbolic dimensions; here the formulas meet the numbers of a config. A config that
-leaves a field out gets what its family's own config class would fill in, as the small `text_config` of a vision model
-does; but the sizes of a plain language model must be there.
+shapes.toml lists them by family with symbolic dimensions; this module evaluates the formulas for a config. A field that
+the config leaves out gets the default of its family's config class, as in the small `text_config` of a vision model;
+but the sizes of a plain language model must be given.
 """
 
 import ast
@@ -40,7 +40,10 @@ ORDER: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {ast.Gt: operator.g
 
 
 def tensors_of(config: Mapping[str, Any]) -> tuple[TensorInfo, ...]:
-    """The tensors of a 16-bit checkpoint of the model that `config` describes, one after the other in no file."""
+    """Returns the tensors of a 16-bit checkpoint of the model that `config` describes; they are in no file.
+
+    Raises ConfigError for an unknown family or an invalid config.
+    """
     tensors: list[TensorInfo] = []
     start = 0
     for name, shape in _shapes(complete(config)):
@@ -52,22 +55,22 @@ def tensors_of(config: Mapping[str, Any]) -> tuple[TensorInfo, ...]:
 
 
 def known_families() -> tuple[str, ...]:
-    """The model types whose tensors are known."""
+    """Returns the model types whose tensors are known."""
     return tuple(sorted(name for name in _table()["families"] if not _family(name).get("part")))
 
 
 def complete(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with all the fields that decide shapes, those that its family's class fills in included."""
+    """Returns the config with all fields that decide shapes, including defaults of its family's config class."""
     family = _family(_model_type(config))
     key = _text_key(config)
-    text = {**(config[key] if key else config), **text_config(config)}  # the latter has the usual names but no nulls
+    text = {**(config[key] if key else config), **text_config(config)}  # the latter has canonical names but no nulls
     for name in () if key else SIZES:
         if name not in text:
             raise ConfigError(f"config has no {name}", fix="copy config.json from the original model")
     language = _family(_part_type(config, "language", text)) if "vision" in family else family
     text = _filled(text, language)
     tied = config.get(TIED)
-    text[TIED] = bool(text.get(TIED) if tied is None else tied)  # the outer field is the one that loaders follow
+    text[TIED] = bool(text.get(TIED) if tied is None else tied)  # loaders follow the outer field
     whole = {**config, **({key: text} if key else text), TIED: text[TIED]}
     if "vision" in family:
         whole = _filled(whole, family)
@@ -76,7 +79,7 @@ def complete(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shapes(config: Mapping[str, Any]) -> Iterator[Shape]:
-    """The name and shape of every tensor, for a config that is complete."""
+    """Yields the name and shape of every tensor, for a complete config."""
     family, key = _family(_model_type(config)), _text_key(config)
     text = config[key] if key else config
     if "vision" not in family:
@@ -91,7 +94,7 @@ def _shapes(config: Mapping[str, Any]) -> Iterator[Shape]:
 
 
 def _stack(family: Fields, fields: Fields) -> Iterator[Shape]:
-    """What stands before the blocks, the blocks, and what stands after them."""
+    """Yields the tensors before the blocks, of the blocks, and after them."""
     count = _dimension(family["count"], fields)
     _limit("layers", count, LAYER_LIMIT)
     yield from _units(family["before"], "", _ruled(family, fields, 0))
@@ -101,7 +104,7 @@ def _stack(family: Fields, fields: Fields) -> Iterator[Shape]:
 
 
 def _units(entries: Sequence[Any], prefix: str, fields: Fields) -> Iterator[Shape]:
-    """The tensors of those units whose condition holds."""
+    """Yields the tensors of the units whose condition holds."""
     for entry in entries:
         unit = {"unit": entry} if isinstance(entry, str) else entry
         if not _value(_parsed(unit.get("if", "1")), fields):
@@ -121,26 +124,26 @@ def _limit(what: str, count: int, limit: int) -> None:
 
 
 def _ruled(family: Fields, fields: Fields, layer: int) -> Fields:
-    """The fields of a layer, with the names that the family's rules give to formulas."""
-    found = {**fields, "layer": layer}
+    """Returns the fields of a layer, and the values of the family's rules for it."""
+    ruled = {**fields, "layer": layer}
     for name, rule in family["rules"].items():
-        found[name] = _value(_parsed(rule), found)
-    return found
+        ruled[name] = _value(_parsed(rule), ruled)
+    return ruled
 
 
 def _filled(fields: Fields, family: Fields) -> dict[str, Any]:
-    """The fields, with the family's defaults for those that are missing."""
+    """Returns the fields, with the family's defaults for missing ones."""
     defaults = family["defaults"]
     formulas = {name: default for name, default in defaults.items() if isinstance(default, str)}
-    found = {**{name: default for name, default in defaults.items() if name not in formulas}, **fields}
+    filled = {**{name: default for name, default in defaults.items() if name not in formulas}, **fields}
     for name, formula in formulas.items():
-        if found.get(name) is None:
-            found[name] = _value(_parsed(formula), found)
-    return found
+        if filled.get(name) is None:
+            filled[name] = _value(_parsed(formula), filled)
+    return filled
 
 
 def _text_key(config: Fields) -> str | None:
-    """The field that holds the language model's part of a config, if it is not all of it."""
+    """Returns the field that holds the language model's part of a config, or None if the config is that part."""
     return next((key for key in TEXT_CONFIGS if isinstance(config.get(key), Mapping)), None)
 
 
@@ -150,7 +153,7 @@ def _vision(config: Fields) -> Fields:
 
 
 def _part_type(config: Fields, side: str, fields: Fields) -> str:
-    """The family of a part: what its own config says, unless that only repeats the name of the whole."""
+    """Returns the family of a part: its own model_type, unless that only repeats the name of the whole."""
     named, whole = fields.get("model_type"), _model_type(config)
     if named is None or named == whole:
         return str(_family(whole)[side]["family"])
@@ -168,11 +171,11 @@ def _model_type(config: Fields) -> str:
 
 @cache
 def _family(name: str) -> dict[str, Any]:
-    """A row of shapes.toml with all that it has from the family it is like."""
+    """Returns a row of shapes.toml, merged with the family it is like."""
     table = _table()["families"]
     if name not in table:
         raise ConfigError(
-            f"the tensors of model type {name[:40]!r} are not known without its weights",
+            f"Quantry does not know the tensors of model type {name[:40]!r}",
             fix=f"give the folder or hub id of the weights; known are {', '.join(known_families())}",
         )
     row = table[name]
@@ -182,7 +185,7 @@ def _family(name: str) -> dict[str, Any]:
 
 
 def _dimension(formula: str, fields: Fields) -> int:
-    """The value of a formula that must be a positive whole number."""
+    """Returns the value of a formula that must be a positive whole number."""
     value = _number(_parsed(formula), fields)
     if value > 0 and value == int(value):
         return int(value)
@@ -190,7 +193,7 @@ def _dimension(formula: str, fields: Fields) -> int:
 
 
 def _value(node: ast.expr, fields: Fields) -> Any:
-    """The value of a parsed formula: numbers, flags and words, and the few operators that shapes.toml uses."""
+    """Returns the value of a parsed formula: numbers, flags and words, and the few operators that shapes.toml uses."""
     match node:
         case ast.Constant():
             return node.value
@@ -204,13 +207,13 @@ def _value(node: ast.expr, fields: Fields) -> Any:
         case ast.UnaryOp(op=ast.Not()):
             return not _value(node.operand, fields)
         case ast.BoolOp():
-            decide = all if isinstance(node.op, ast.And) else any
-            return decide(_value(part, fields) for part in node.values)
+            combine = all if isinstance(node.op, ast.And) else any
+            return combine(_value(part, fields) for part in node.values)
         case ast.BinOp():
             return _arithmetic(node, fields)
         case ast.Compare(ops=[comparison], comparators=[other]):
             return _comparison(comparison, node.left, other, fields)
-    raise ValueError(f"shapes.toml has {ast.unparse(node)!r}, which is not understood")
+    raise ValueError(f"shapes.toml has {ast.unparse(node)!r}, which is not supported")
 
 
 def _arithmetic(node: ast.BinOp, fields: Fields) -> Any:
@@ -220,13 +223,13 @@ def _arithmetic(node: ast.BinOp, fields: Fields) -> Any:
     return ARITHMETIC[type(node.op)](left, right)
 
 
-def _comparison(kind: ast.cmpop, left: ast.expr, right: ast.expr, fields: Fields) -> bool:
-    if isinstance(kind, ast.Eq):
+def _comparison(operation: ast.cmpop, left: ast.expr, right: ast.expr, fields: Fields) -> bool:
+    if isinstance(operation, ast.Eq):
         return bool(_value(left, fields) == _value(right, fields))
-    if isinstance(kind, ast.NotIn):
+    if isinstance(operation, ast.NotIn):
         items = _value(right, fields)
         return not isinstance(items, LISTS) or _value(left, fields) not in items
-    return bool(ORDER[type(kind)](_number(left, fields), _number(right, fields)))
+    return bool(ORDER[type(operation)](_number(left, fields), _number(right, fields)))
 
 
 def _number(node: ast.expr, fields: Fields) -> int | float:
@@ -237,7 +240,7 @@ def _number(node: ast.expr, fields: Fields) -> int | float:
 
 
 def _field(fields: Fields, name: str) -> Any:
-    """A field of the config: a count, a ratio, a flag, a word, nothing, or a list of counts."""
+    """Returns a field of the config: a count, a ratio, a flag, a word, None, or a list of counts."""
     if name not in fields:
         raise ConfigError(f"config has no {name}", fix="copy config.json from the original model")
     value = fields[name]

@@ -1,9 +1,9 @@
-"""Smoothing pairs: where the inputs of linear layers can be divided by a scale without changing the model.
+"""Smoothing pairs: where a scale can divide the inputs of linear layers without changing the model.
 
-A linear layer computes the same from x / s with the columns of its weight times s. Something before it must give x / s:
-a norm whose weight is divided, or a linear whose rows are (v before o, up before down). Then every other reader of the
-same channels must take its columns times s too. Which tensors these are is data, smoothing.toml; here it is resolved
-for one block of a checkpoint, whatever way its experts are stored.
+A linear layer computes the same from x / s if the columns of its weight are multiplied by s. Its producer must give
+x / s: a norm whose weight is divided, or a linear whose rows are divided (v before o, up before down). Every other
+reader of the same channels must multiply its columns by s too. smoothing.toml lists these tensors by family; this
+module resolves them for one block of a checkpoint, however its experts are stored.
 """
 
 import re
@@ -25,9 +25,9 @@ Form = Literal["norm", "norm+1", "rows"]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a matrix (out, in) or vector is kept: `source[expert]`, transposed if `flip`, then `[rows]`.
+    """The place of a matrix (out, in) or vector: `source[expert]`, transposed if `flip`, then `[rows]`.
 
-    A source of three dimensions without an `expert` is all of them at once.
+    A source of three dimensions without an `expert` stands for all experts.
     """
 
     module: str
@@ -39,10 +39,10 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """`size` channels that the producers give, and all that read them.
+    """`size` channels of the producers, and all their consumers.
 
-    With grouped queries a value head is read by several query heads: `heads` of the producer, each read `repeats` times
-    in a row, so that the columns of a consumer are `size * repeats`.
+    With grouped queries several query heads read one value head: the producer has `heads`, each read `repeats` times in
+    a row, so that a consumer has `size * repeats` columns.
     """
 
     name: str
@@ -56,10 +56,10 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Smoothing:
-    """The pairs of a block, and for linears without one the reason."""
+    """The pairs of a block, and the reason for each linear without a pair."""
 
     pairs: tuple[Pair, ...]
-    left_out: Mapping[str, str]  # module -> why nothing can absorb a scale on its input
+    left_out: Mapping[str, str]  # module -> reason why nothing can absorb a scale on its input
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,12 @@ _Modules = Mapping[str, _Module]  # by their name within the block
 
 
 def known_families() -> tuple[str, ...]:
-    """The model types whose pairs are known."""
+    """Returns the model types whose pairs are listed."""
     return tuple(_table()["families"])
 
 
 def smoothing(checkpoint: Checkpoint, linears: Sequence[Linear], block: int) -> Smoothing:
-    """The pairs of a block; `linears` are those of the checkpoint (quantry.models.linears)."""
+    """Returns the pairs of a block; `linears` are those of the checkpoint (quantry.models.linears)."""
     text = text_config(checkpoint.config)
     name, heads = str(text.get("model_type")), text.get("num_attention_heads")
     if type(heads) is not int or heads < 1:
@@ -93,11 +93,11 @@ def smoothing(checkpoint: Checkpoint, linears: Sequence[Linear], block: int) -> 
     none = family.get("none", {"consumers": [], "reason": ""})
     without = [name for pattern in none["consumers"] for name in _matching(modules, pattern)]
     left_out = {modules[name].slot.module: str(none["reason"]) for name in without}
-    known = {name for row in rows for pattern in row["consumers"] for name in _matching(modules, pattern)}.union(
-        without
-    )
-    for stranger in (name for name, module in modules.items() if len(module.shape) > 1 and name not in known):
-        return _nothing(modules, f"{stranger} is not in the table of pairs, and may read what would be scaled")
+    listed = {name for row in rows for pattern in row["consumers"] for name in _matching(modules, pattern)}
+    listed.update(without)
+    unlisted = next((name for name, module in modules.items() if len(module.shape) > 1 and name not in listed), None)
+    if unlisted:
+        return _nothing(modules, f"{unlisted} is not in the table of pairs, and may read what would be scaled")
     pairs = []
     for row in rows:
         for producer in _matching(modules, row["producer"]):
@@ -114,7 +114,7 @@ def _nothing(modules: _Modules, reason: str) -> Smoothing:
 
 
 def _modules(checkpoint: Checkpoint, linears: Sequence[Linear], block: int) -> dict[str, _Module]:
-    """What a block is made of: its linears, and every other weight as it is stored."""
+    """Returns the modules of a block: its linears, and every other weight as stored."""
     inside = {
         tensor.name: tensor
         for tensor in checkpoint.tensors
@@ -123,18 +123,18 @@ def _modules(checkpoint: Checkpoint, linears: Sequence[Linear], block: int) -> d
     if not inside:
         raise ConfigError(f"the checkpoint has no tensors of block {block}", fix="restore the checkpoint")
     prefix = next(iter(inside)).partition(f".{block}.")[0] + f".{block}."
-    found = {}
+    modules = {}
     cut = set()
     for linear in linears:
         if linear.source in inside:
             slot = Slot(linear.module, linear.source, linear.expert, linear.rows, linear.flip)
-            found[linear.module] = _Module(slot, linear.shape, _bias(linear.module, inside))
+            modules[linear.module] = _Module(slot, linear.shape, _bias(linear.module, inside))
             cut.add(linear.source)
     for name, tensor in inside.items():
         if name not in cut and not name.endswith(".bias"):
             module = name.removesuffix(".weight")
-            found[module] = _Module(Slot(module, name), tensor.shape, _bias(module, inside))
-    return {name.removeprefix(prefix): module for name, module in found.items()}
+            modules[module] = _Module(Slot(module, name), tensor.shape, _bias(module, inside))
+    return {name.removeprefix(prefix): module for name, module in modules.items()}
 
 
 def _bias(module: str, tensors: Collection[str]) -> str | None:
@@ -142,7 +142,7 @@ def _bias(module: str, tensors: Collection[str]) -> str | None:
 
 
 def _matching(modules: _Modules, pattern: str) -> list[str]:
-    """The modules that a pattern names."""
+    """Returns the modules that a pattern names."""
     if "*" not in pattern:
         return [pattern] if pattern in modules else []
     regex = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
@@ -150,8 +150,8 @@ def _matching(modules: _Modules, pattern: str) -> list[str]:
 
 
 def _pair(row: Mapping[str, Any], producer: str, modules: _Modules, query_heads: int) -> Pair | dict[str, str]:
-    """A pair, or the consumers that must go without one and why."""
-    number = next((part for part in producer.split(".") if part.isdigit()), "*")  # of the producer's expert
+    """Returns a pair, or the consumers that cannot have one with the reason."""
+    number = next((part for part in producer.split(".") if part.isdigit()), "*")  # the producer's expert
     consumers = [modules[n] for pattern in row["consumers"] for n in _matching(modules, pattern.replace("*", number))]
     widths = {module.shape[-1] for module in consumers}
     width = max(widths, default=0)
@@ -176,18 +176,18 @@ def _pair(row: Mapping[str, Any], producer: str, modules: _Modules, query_heads:
 
 
 def _rows(row: Mapping[str, Any], producer: _Module, width: int) -> tuple[int, int]:
-    """The rows of a producer that give the channels."""
+    """Returns the rows of a producer that give the channels."""
     total = producer.shape[0]
     starts = {
         "half": total // 2,
-        "values": (total + width) // 2,  # queries, keys and values: as many queries as are read, the rest in halves
+        "values": (total + width) // 2,  # queries, keys and values: `width` queries, the rest in halves
         "all": 0,
     }
     return starts[row.get("rows", "all")], total
 
 
 def _producers(producer: _Module, rows: tuple[int, int], partial: bool) -> tuple[Slot, ...]:
-    """The weight of a producer, and its bias: what is added to a channel is scaled with it."""
+    """Returns the weight of a producer, and its bias, which is scaled like the weight."""
     weight = replace(producer.slot, rows=rows) if partial else producer.slot
     if producer.bias is None:
         return (weight,)

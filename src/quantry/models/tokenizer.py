@@ -1,4 +1,4 @@
-"""Tokenizers of checkpoints: loaded as they are, and what they put before a text."""
+"""Tokenizers of checkpoints: loading, encoding, and the tokens they put before a text."""
 
 from pathlib import Path
 
@@ -8,27 +8,30 @@ from quantry.errors import CheckpointError
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder; classes of families would take tokenizer.json's parts and put them together anew."""
-    kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
+    """Loads the tokenizer of a folder, from tokenizer.json if possible: family classes would rebuild its parts.
+
+    Raises CheckpointError if it cannot be read.
+    """
+    loader = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
     try:
-        made: PreTrainedTokenizerBase = kind.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # the libraries have no class of their own for it
+        tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # the libraries have no error class for it
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
         raise CheckpointError(
             f"the tokenizer of {folder} cannot be read: {reason}", fix="copy its files from the original model"
         ) from error
-    return made
+    return tokenizer
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The tokens of a text of any length: `verbose` is where transformers warns of one longer than the context."""
+    """Returns the tokens of a text of any length; `verbose=False` stops the warning about texts beyond the context."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
 
 
 def prefix_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """What the tokenizer puts before a text; told from a text, since flags and template need not agree."""
-    plain, dressed = encode(tokenizer, "a"), list(tokenizer("a")["input_ids"])
-    places = range(len(dressed) - len(plain) + 1)
-    place = next((place for place in places if dressed[place : place + len(plain)] == plain), 0)
-    return tuple(dressed[:place])
+    """Returns the tokens that the tokenizer puts before a text, by a trial: its flags and its template may disagree."""
+    plain, complete = encode(tokenizer, "a"), list(tokenizer("a")["input_ids"])
+    places = range(len(complete) - len(plain) + 1)
+    place = next((place for place in places if complete[place : place + len(plain)] == plain), 0)
+    return tuple(complete[:place])

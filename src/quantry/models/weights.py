@@ -1,4 +1,4 @@
-"""The weights of a local checkpoint as torch tensors, mapped from the files: nothing is copied until it is used."""
+"""The weights of a local checkpoint as torch tensors, mapped from its files and copied only when used."""
 
 import mmap
 from collections.abc import Mapping
@@ -21,14 +21,14 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class MappedWeights:
-    """Tensors of the files in one folder. Pages are shared with the file cache and given back with `release`."""
+    """Tensors of the files in one folder. The file cache holds their pages until `release`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._maps: dict[str, mmap.mmap] = {}
 
     def get(self, tensor: TensorInfo) -> Tensor:
-        """The tensor's values; a private mapping, so that torch may think it writable though no one writes."""
+        """Returns the tensor's values in a private mapping, which torch takes for writable."""
         if tensor.nbytes == 0:
             return torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
         flat = torch.frombuffer(self._map(tensor.file), dtype=torch.uint8, count=tensor.nbytes, offset=tensor.start)
@@ -38,7 +38,7 @@ class MappedWeights:
         return flat.view(dtype).view(tensor.shape)
 
     def read(self, tensor: TensorInfo, buffer: Tensor) -> Tensor:
-        """The tensor in the first bytes of a buffer: reading is four times as fast as touching mapped pages."""
+        """Reads the tensor into the first bytes of a buffer: four times as fast as touching mapped pages."""
         room: Any = buffer[: tensor.nbytes].numpy()
         view = memoryview(room)
         with (self._folder / tensor.file).open("rb", buffering=0) as file:
@@ -52,11 +52,11 @@ class MappedWeights:
         return buffer[: tensor.nbytes].view(DTYPES[tensor.dtype]).view(tensor.shape)
 
     def copy(self, tensor: TensorInfo) -> Tensor:
-        """The tensor in memory of its own, which goes away with it."""
+        """Reads the tensor into new memory."""
         return self.read(tensor, torch.empty(tensor.nbytes, dtype=torch.uint8))
 
     def release(self, tensor: TensorInfo) -> None:
-        """Lets the kernel take the tensor's pages back, so that resident memory does not grow with the model."""
+        """Lets the kernel reclaim the tensor's pages, so that resident memory does not grow with the model."""
         page = mmap.PAGESIZE
         start = -(-tensor.start // page) * page
         length = (tensor.start + tensor.nbytes) // page * page - start
@@ -71,7 +71,7 @@ class MappedWeights:
 
 
 class PlainWeights:
-    """A checkpoint whose weights are not quantized, as a walk reads it (walk.Source)."""
+    """The weights of a 16-bit checkpoint, as a walk reads them (blockwise.skeleton.WeightSource)."""
 
     def __init__(self, checkpoint: Checkpoint, folder: Path) -> None:
         self._tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
@@ -80,12 +80,12 @@ class PlainWeights:
         self.activations: Mapping[str, Activation] = {}
 
     def read(self, name: str) -> Tensor:
-        """The values of a tensor, in its own float type."""
+        """Returns the values of a tensor, in its stored float type."""
         return self._weights.copy(self._tensors[name])
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The tensor's data, little-endian, without a copy where it is contiguous and on the CPU."""
+    """Returns the tensor's data, little-endian; no copy if it is contiguous and on the CPU."""
     flat = tensor.detach().cpu().contiguous().flatten()
     data: Any = flat.view(torch.uint8).numpy()
     return memoryview(data) if flat.numel() else memoryview(b"")

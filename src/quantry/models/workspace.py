@@ -1,7 +1,7 @@
-"""Where a job writes until it is done: `OUT.partial` beside OUT, renamed to OUT in one step at the end.
+"""The folder a job writes into: `OUT.partial` next to OUT, renamed to OUT in one step at the end.
 
-Nothing half-written ever bears the final name. A killed job leaves finished shards behind; the next run of the same job
-(same model, recipe and version) takes them over, another job is told to remove them. A lock keeps two jobs apart.
+Nothing unfinished ever has the final name. A killed job leaves finished shards behind; the next run of the same job
+(same model, recipe and version) takes them over, any other job raises an error. A lock keeps two jobs apart.
 """
 
 import fcntl
@@ -24,7 +24,7 @@ DONE = ".done.json"
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A shard that is complete."""
+    """The size and checksum of a complete shard."""
 
     bytes: int
     sha256: str
@@ -37,7 +37,7 @@ class Workspace:
         self.folder = folder
 
     def finished(self, shard: str) -> Finished | None:
-        """What is known of a shard that an earlier run completed."""
+        """Returns the record of a shard that an earlier run completed, or None."""
         path = self.folder / shard
         note = path.with_name(shard + DONE)
         if not path.exists() or not note.exists():
@@ -51,11 +51,11 @@ class Workspace:
         )
 
     def remember(self, what: str, facts: Mapping[str, Any]) -> None:
-        """Keeps what a run has found out for the runs that go on with the job; gone when the job is done."""
+        """Keeps facts for later runs of the same job; they are deleted when the job is done."""
         write_atomically(self.folder / (what + DONE), json.dumps(facts).encode())
 
     def remembered(self, what: str) -> dict[str, Any]:
-        """What earlier runs have kept."""
+        """Returns the facts that earlier runs have kept."""
         path = self.folder / (what + DONE)
         facts: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         return facts
@@ -65,16 +65,16 @@ class Workspace:
 
 
 def check_target(out: Path) -> None:
-    """OUT must be new or empty, in a folder that can be written to."""
+    """Raises OutputError unless OUT is new or empty, in a writable folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise OutputError(f"{out} exists and is not an empty folder", fix="choose another output or remove it")
     parent = next(folder for folder in out.absolute().parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise OutputError(f"{parent} cannot be written to", fix="choose another output or change its permissions")
+        raise OutputError(f"{parent} is not writable", fix="choose another output or change its permissions")
 
 
 def check_room(out: Path, needed: int) -> None:
-    """The disk must hold what is still to be written."""
+    """Raises OutputError if the disk cannot hold the rest of the job's output."""
     partial = _partial(out)
     present = sum(file.stat().st_size for file in partial.iterdir()) if partial.is_dir() else 0
     parent = next(folder for folder in out.absolute().parents if folder.exists())
@@ -88,7 +88,7 @@ def check_room(out: Path, needed: int) -> None:
 
 @contextmanager
 def workspace(out: Path, identity: Mapping[str, Any]) -> Iterator[Workspace]:
-    """The folder to write into; becomes OUT when the block ends without an error."""
+    """Yields the folder to write into; it becomes OUT when the `with` ends without an error."""
     partial = _partial(out)
     try:
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -103,13 +103,13 @@ def workspace(out: Path, identity: Mapping[str, Any]) -> Iterator[Workspace]:
             descriptor = os.open(out.absolute().parent, os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)
-    except WeightError:  # no run of this job can succeed, so there is nothing to take up
+    except WeightError:  # no run of this job can succeed: remove its traces
         shutil.rmtree(partial, ignore_errors=True)
         raise
     except OSError as error:
         raise OutputError(
             f"cannot write {error.filename or partial}: {error.strerror}",
-            fix="mend that and run the same command again: finished shards are kept",
+            fix="solve that and run the same command again: finished shards are kept",
         ) from error
 
 
@@ -118,7 +118,7 @@ def _partial(out: Path) -> Path:
 
 
 def _claim(partial: Path, out: Path, identity: Mapping[str, Any]) -> None:
-    """Takes over what the same job left, or starts anew."""
+    """Takes over the folder of the same job, or starts a new one."""
     text = json.dumps(identity, indent=1, sort_keys=True).encode()
     partial.mkdir(exist_ok=True)
     job = partial / JOB
@@ -129,9 +129,7 @@ def _claim(partial: Path, out: Path, identity: Mapping[str, Any]) -> None:
                 fix=f"finish it with the same options, or remove {partial}",
             )
     elif any(file.name != JOB + ".partial" for file in partial.iterdir()):
-        raise OutputError(
-            f"{partial} is in the way and was not left by a job", fix="remove it or choose another output"
-        )
+        raise OutputError(f"{partial} exists and was not left by a job", fix="remove it or choose another output")
     else:
         write_atomically(job, text)
 

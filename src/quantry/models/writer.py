@@ -1,9 +1,9 @@
 """Writing shards front to back: the header first, since every size is known before any weight is read.
 
 So a shard of any size needs the memory of one tensor. Every piece is read back and compared as it is written. The file
-carries its final name only when it is complete and on the disk; until then it ends in `.partial`, and a journal beside
-it notes each tensor that is whole, with a checksum: a job that was killed goes on after the last one that still agrees.
-What the header looks like is the container's business (`safetensors_header` below, containers/gguf_file.py for GGUF).
+gets its final name only when it is complete and on the disk; until then it ends in `.partial`, and a journal next to it
+lists the checksum of each complete tensor: a killed job goes on after the last tensor that still agrees. The container
+makes the header (`safetensors_header` below, containers/gguf_file.py for GGUF).
 """
 
 import hashlib
@@ -26,7 +26,7 @@ Entry = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
 
 
 def nbytes(dtype: str, shape: Sequence[int]) -> int:
-    """The bytes of a stored tensor, by safetensors' or ggml's name of its type."""
+    """Returns the bytes of a stored tensor, by safetensors' or ggml's name of its type."""
     if dtype in DTYPE_BITS:
         return prod(shape) * DTYPE_BITS[dtype] // 8
     weights, size = {name: (weights, size) for name, weights, size in block_sizes().values()}[dtype]
@@ -46,10 +46,10 @@ def safetensors_header(entries: Sequence[Entry], metadata: Mapping[str, str]) ->
 
 
 class ShardWriter:
-    """Writes one shard; the data of its entries must come in their order, each in one piece or in several.
+    """Writes one shard; the data of its entries must come in order, each in one piece or several.
 
-    `done` counts the entries that an earlier, killed writer of the same file has left whole: they need not come again,
-    and are passed over when they do.
+    `done` counts the entries that an earlier, killed writer of the same file has completed: they need not be written
+    again, and are ignored if they are.
     """
 
     def __init__(self, path: Path, header: bytes, entries: Sequence[Entry], alignment: int = 1) -> None:
@@ -73,7 +73,7 @@ class ShardWriter:
         """Adds the next bytes of a tensor."""
         expected, size = self._expected[self._next]
         if name != expected or self._given + data.nbytes > size:
-            raise ValueError(f"{self._path.name}: {data.nbytes} bytes of {name} where {expected} of {size} belongs")
+            raise ValueError(f"{self._path.name}: {data.nbytes} bytes of {name}, but {expected} of {size} comes next")
         self._given += data.nbytes
         if self._next >= self.done:
             self._put(data)
@@ -82,11 +82,11 @@ class ShardWriter:
             self._end_of_tensor()
 
     def skip(self, count: int) -> None:
-        """Passes over entries that are `done`."""
+        """Skips entries that are `done`."""
         self._next += count
 
     def close(self) -> str:
-        """Completes the file under its final name and returns its SHA-256."""
+        """Gives the complete file its final name and returns its SHA-256."""
         if self._next != len(self._expected):
             raise ValueError(f"{self._path.name}: {len(self._expected) - self._next} tensors are missing")
         os.fsync(self._file.fileno())
@@ -101,7 +101,7 @@ class ShardWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._hasher.shutdown()
         self._file.close()
@@ -115,7 +115,7 @@ class ShardWriter:
         self._next, self._given, self._checksum = self._next + 1, 0, 0
 
     def _resume(self, header: bytes) -> int:
-        """Takes over what a killed writer left, as far as its journal and its bytes agree; the number of entries."""
+        """Takes over the file of a killed writer as far as journal and bytes agree; returns the number of entries."""
         if not (self._partial.exists() and self._journal_path.exists()):
             return 0
         checksums = self._journal_path.read_text().split("\n")[:-1]  # the last line may be torn
@@ -137,7 +137,7 @@ class ShardWriter:
         return whole
 
     def _checksum_of(self, size: int) -> str:
-        """The checksum of the next `size` bytes of the file, which may end before."""
+        """Returns the checksum of the next `size` bytes of the file, which may end earlier."""
         checksum = 0
         for piece in self._reread(size):
             checksum = zlib.crc32(piece, checksum)
@@ -153,15 +153,15 @@ class ShardWriter:
         for begin in range(0, view.nbytes, STEP):
             piece = view[begin : begin + STEP]
             written = 0
-            while written < piece.nbytes:  # a disk that fills up takes a part, then says why
+            while written < piece.nbytes:  # a full disk takes a part, then reports why
                 written += self._file.write(piece[written:])
-            # a bytearray compares with memcmp, bytes and a memoryview item by item (0.6 against 18 GB/s)
+            # a bytearray compares with memcmp at 18 GB/s; bytes and memoryviews item by item at 0.6 GB/s
             if bytearray(os.pread(self._file.fileno(), written, self.size)) != piece:
-                raise OutputError(f"{self._path} does not hold what was written", fix="check the disk")
+                raise OutputError(f"{self._path} reads back other bytes than were written", fix="check the disk")
             self._note(piece)
 
     def _note(self, piece: memoryview) -> None:
-        """Counts bytes that are in the file; a second thread hashes them meanwhile."""
+        """Counts bytes that are in the file; a second thread hashes them."""
         self.size += piece.nbytes
         self._hashing.append(self._hasher.submit(self._hash.update, piece))
         while len(self._hashing) > 4:
@@ -169,7 +169,7 @@ class ShardWriter:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """A small file that is either whole or not there."""
+    """Writes a small file that is either complete or absent."""
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
         file.write(data)

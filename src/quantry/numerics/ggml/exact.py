@@ -16,7 +16,8 @@ ORDERED = 16  # rows that torch adds one after another
 def add_up(rows: Tensor, out: Tensor | None = None) -> Tensor:
     """Sums (..., rows, columns) over the rows, in their order; on the CPU columns are a multiple of `ALIGN`.
 
-    Overwrites its arguments."""
+    Overwrites its arguments.
+    """
     if rows.device.type != "cpu":
         first, *others = rows.unbind(-2)
         total = first.clone() if out is None else out.copy_(first)
