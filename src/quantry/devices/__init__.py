@@ -1,4 +1,4 @@
-"""Devices: what models run on. `catalogue.py` knows them by name, `detect.py` finds those of this machine."""
+"""Devices: the hardware models run on. `catalogue` knows devices by name, `detect` finds those of this machine."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -12,7 +12,7 @@ PLATFORMS = {"nvidia": "cuda", "amd": "rocm", "intel": "xpu", "apple": "metal"} 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How a device reaches its peers; bytes a second one way."""
+    """The connection of a device to its peers; bytes a second one way."""
 
     kind: LinkKind = "none"
     bandwidth: float = 0.0
@@ -22,8 +22,8 @@ class Link:
 class Device:
     """One device. Sizes in bytes, bandwidths in bytes a second, `tflops` in 10^12 dense operations a second by dtype.
 
-    A dtype that `tflops` lacks has no hardware of its own there. `memory` is what the device is sold with, `usable`
-    what a program sees when nothing else runs, `free` what was left when it was detected. Field names are JSON names.
+    A dtype that `tflops` lacks has no hardware support. `memory` is the size the device is sold with, `usable` the size
+    that a program sees when nothing else runs, `free` the free memory at detection. Field names are JSON names.
     """
 
     name: str
@@ -45,15 +45,15 @@ class Device:
 
     @property
     def platform(self) -> str:
-        """What engines are built for there: cuda, rocm, metal, xpu or cpu."""
+        """The platform that engines are built for: cuda, rocm, metal, xpu or cpu."""
         return "cpu" if self.kind == "cpu" else PLATFORMS.get(self.vendor, "cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A machine: the devices a model runs on (the processor itself where there are no others) and what is around them.
+    """A machine: the devices a model runs on (the processor if there are no others) and their host.
 
-    Where memory is one for all (`unified`), `cpu` is the device itself. What a description leaves open is None.
+    With `unified` memory, `cpu` is the device itself. Figures that a description does not give are None.
     """
 
     devices: tuple[Device, ...]
@@ -62,13 +62,13 @@ class Hardware:
     host_available: int | None = None
     cores: int | None = None
     threads: int | None = None
-    usable_cores: float | None = None  # those this process may use: affinity and the container's share
+    usable_cores: float | None = None  # cores this process may use, by affinity and container limit
     features: tuple[str, ...] = ()  # avx2, avx512, vnni, bf16, amx, neon, ...
-    notes: tuple[str, ...] = ()  # what a person should know of how it was read
+    notes: tuple[str, ...] = ()  # how an ambiguous description was read
 
     @property
     def device(self) -> Device:
-        """The device that sets the pace and the limit: the one with the least usable memory."""
+        """The device that sets pace and limit: the one with the least usable memory."""
         return min(self.devices, key=lambda device: (device.usable, device.bandwidth))
 
     @property
@@ -89,19 +89,19 @@ class Hardware:
 
     @property
     def price(self) -> float | None:
-        """Typical USD an hour for all devices, where all are priced."""
+        """Typical USD an hour for all devices, or None unless all are priced."""
         prices = [device.price for device in self.devices if device.price is not None]
         return sum(prices) if len(prices) == len(self.devices) else None
 
     def groups(self) -> tuple[tuple[Device, int], ...]:
-        """Each different device with how many there are of it."""
+        """Returns each different device with its count."""
         counts: dict[Device, int] = {}
         for device in self.devices:
             counts[device] = counts.get(device, 0) + 1
         return tuple(counts.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON of `quantry hardware`: equal devices are one entry with a count."""
+        """Returns the JSON of `quantry hardware`: equal devices are one entry with a count."""
         totals = {name: getattr(self, name) for name in ("count", "memory", "usable", "bandwidth", "price")}
         rest = ("host_memory", "host_available", "cores", "threads", "usable_cores", "features", "notes")
         return {
@@ -113,7 +113,10 @@ class Hardware:
 
 
 def hardware(gpu: str | None = None) -> Hardware:
-    """The machine that `gpu` describes ("2x RTX 3090", "M2 16GB", "cpu"), or this one, its memory's speed measured."""
+    """Returns the machine that `gpu` describes ("2x RTX 3090", "M2 16GB", "cpu"), or this one, with measured bandwidth.
+
+    Raises UnknownNameError for a device that the catalogue lacks.
+    """
     if gpu is not None:
         from quantry.devices.catalogue import parse
 

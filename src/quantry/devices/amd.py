@@ -1,6 +1,6 @@
-"""AMD's GPUs, read from the kernel's compute driver (amdkfd) in /sys; no ROCm is needed.
+"""AMD's GPUs, read from the kernel's compute driver (amdkfd) in /sys, without ROCm.
 
-Each node of its topology is a folder with `properties` and a bank of memory; a node without SIMD units is a processor.
+Each node of its topology is a folder with `properties` and memory banks; a node without SIMD units is a processor.
 """
 
 from dataclasses import replace
@@ -10,18 +10,18 @@ from quantry.devices import Device, Link
 from quantry.devices.catalogue import match
 
 TOPOLOGY = Path("/sys/class/kfd/kfd/topology/nodes")
-LOCAL_HEAPS = (1, 2)  # memory of the device, open to the host or not
+LOCAL_HEAPS = (1, 2)  # device memory, visible to the host or not
 HBM_WIDTH = 1024  # bits; narrower memory is GDDR6
 
 
 def find(topology: Path = TOPOLOGY) -> tuple[Device, ...]:
-    """The AMD GPUs that the compute driver shows this process."""
+    """Returns the AMD GPUs that the compute driver shows this process."""
     nodes = sorted(topology.glob("[0-9]*"), key=lambda node: node.name.zfill(6))
     return tuple(device for device in map(_read_node, nodes) if device)
 
 
 def gfx_name(version: int) -> str:
-    """90402 -> 'gfx942'; the last two parts are hexadecimal digits (90010 -> 'gfx90a')."""
+    """Returns the name of a version, 90402 -> 'gfx942'; the last two parts are hexadecimal (90010 -> 'gfx90a')."""
     return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
 
 
@@ -32,14 +32,14 @@ def _read_node(node: Path) -> Device | None:
     banks = [_numbers(bank / "properties") for bank in node.glob("mem_banks/*")]
     local = [bank for bank in banks if bank.get("heap_type") in LOCAL_HEAPS]
     memory = sum(bank.get("size_in_bytes", 0) for bank in local) or facts.get("local_mem_size", 0)
-    known = match(f"1002:{facts.get('device_id', 0):04x}", memory)
-    if known is not None:
-        return replace(known, usable=min(known.usable, memory))
+    row = match(f"1002:{facts.get('device_id', 0):04x}", memory)
+    if row is not None:
+        return replace(row, usable=min(row.usable, memory))
     return _unknown(facts, local[0] if local else {}, memory)
 
 
 def _unknown(facts: dict[str, int], bank: dict[str, int], memory: int) -> Device:
-    """A device of the driver's own numbers: 64 lanes a unit; a pin of HBM moves 2 bits a clock, one of GDDR6 16."""
+    """Returns a device from the driver's numbers: 64 lanes a unit; an HBM pin moves 2 bits a clock, a GDDR6 pin 16."""
     width, clock = bank.get("width", 0), bank.get("mem_clk_max", 0)
     units = facts["simd_count"] // max(facts.get("simd_per_cu", 4), 1)
     fp32 = units * 64 * 2 * facts.get("max_engine_clk_fcompute", 0) / 1e6
@@ -59,7 +59,7 @@ def _unknown(facts: dict[str, int], bank: dict[str, int], memory: int) -> Device
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """`name number` lines; none where the file cannot be read, as for GPUs that a container hides."""
+    """Reads `name number` lines; returns none if the file is unreadable, as for GPUs that a container hides."""
     try:
         lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
     except OSError:

@@ -1,8 +1,8 @@
-"""The catalogue of devices, and names as people write them.
+"""The catalogue of devices, and the parser of device names.
 
-A name is compared by its letters and digits alone, without makers' names and without its memory: "NVIDIA GeForce RTX
-3090", "rtx-3090" and "3090 24GB" are one. The memory then chooses among the rows that share the name; it must be a size
-that the device is made with. Without it the first row is taken, and `Hardware.notes` says what else it could have been.
+Names are compared by their letters and digits alone, without makers' names and memory sizes: "NVIDIA GeForce RTX 3090",
+"rtx-3090" and "3090 24GB" are the same. The memory size, which must exist for that device, then chooses among the rows
+with the same name. Without a size the first row is taken, and `Hardware.notes` lists the others.
 """
 
 import re
@@ -26,21 +26,21 @@ COUNTS = (
     r"(?P<count>\d{1,2}) (?P<name>[a-z].+)",  # 2 RTX 3090s
     r"(?P<name>.+?)(?: [x×*] ?| ?[×*] ?|(?<=\d)x)(?P<count>\d+)",  # RTX 3090 x2, H100x8
 )
-HOST = "x86 desktop DDR5"  # the processor beside GPUs that are described and not detected
+HOST = "x86 desktop DDR5"  # the processor next to GPUs that are described, not detected
 EXAMPLES = "write a name such as H100, 2x RTX 3090, M2 16GB, Jetson Orin 8GB or cpu"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A device and the sizes that its name may carry, in GiB; any, where the user chooses the memory."""
+class CatalogueRow:
+    """A device and the memory sizes its name may carry, in GiB; any size if the user chooses the memory."""
 
     device: Device
     sizes: tuple[float, ...]
     any_size: bool = False
     usable_share: float = 1.0
 
-    def of_size(self, size: float | None) -> "Row | None":
-        """This row with a memory of `size`, or None if it is not made so."""
+    def of_size(self, size: float | None) -> "CatalogueRow | None":
+        """Returns this row with a memory of `size`, or None if that size does not exist."""
         if size is None or size in self.sizes:
             return self
         if not self.any_size or size <= 0:
@@ -50,33 +50,33 @@ class Row:
 
 
 def catalogue() -> tuple[Device, ...]:
-    """Every device, in the order of catalogue.toml."""
+    """Returns every device, in the order of catalogue.toml."""
     return tuple(row.device for row in _rows())
 
 
 def parse(text: str, host_memory: int | None = None) -> Hardware:
-    """The machine that `text` describes: one device or several of a kind ("2x RTX 3090", "a100-80gb", "M2 16GB")."""
+    """Returns the machine that `text` describes: one or several equal devices ("2x RTX 3090", "a100-80gb", "M2 16GB").
+
+    Raises UnknownNameError for an unknown device, QuantryError for a mixture or an impossible count.
+    """
     parts = [part.strip() for part in re.split(r"[,;+&]|\band\b", text.lower()) if part.strip()]
-    found = [_counted(part) for part in parts]
-    if not found:
+    counted = [_counted(part) for part in parts]
+    if not counted:
         raise UnknownNameError(f"{text!r} names no device", fix=EXAMPLES)
-    rows = {row.device.name: row for _, row, _ in found}
-    if len(rows) > 1:
+    names = list(dict.fromkeys(row.device.name for _, row, _ in counted))
+    if len(names) > 1:
         raise QuantryError(
-            f"{text[:60]!r} mixes {' and '.join(rows)}, and engines split a model into equal parts",
+            f"{text[:60]!r} mixes {' and '.join(names)}, and engines split a model into equal parts",
             fix="plan for one kind of device at a time",
         )
-    count = sum(number for number, _, _ in found)
-    if not 1 <= count <= MOST:
-        raise QuantryError(f"{count} devices are asked for, and 1 to {MOST} can be planned", fix="write 2x H100")
-    _, row, notes = found[0]
-    if count > 1 and row.device.kind != "gpu":
-        raise QuantryError(f"{count}x {row.device.name} are {count} machines", fix="plan for one of them")
+    _, row, notes = counted[0]
+    count = sum(number for number, _, _ in counted)
+    _check_count(count, row.device)
     return _hardware(row, count, host_memory, notes)
 
 
 def match(name: str, memory: int) -> Device | None:
-    """The device that a driver calls `name`, if the catalogue has it with about as much memory (bytes).
+    """Returns the device that a driver calls `name`, if the catalogue has it with about as much memory (bytes).
 
     Drivers and kernels show 80 to 100 % of what is sold.
     """
@@ -85,13 +85,13 @@ def match(name: str, memory: int) -> Device | None:
 
 
 def family_of(compute: str) -> tuple[str, Mapping[str, float]]:
-    """The family of an NVIDIA compute capability, and how much faster than fp32 its tensor cores are by dtype."""
+    """Returns the family of an NVIDIA compute capability, and the speed of its tensor cores over fp32 by dtype."""
     row = next((row for row in _data()["capability"] if row["compute"] == compute), None)
     return (row["family"], row["times"]) if row else (f"sm_{compute.replace('.', '')}", {})
 
 
 def processor_rates(flags: frozenset[str]) -> tuple[tuple[str, ...], dict[str, float]]:
-    """The features that a processor's flags name, and the operations one core does in a cycle with them by dtype."""
+    """Returns the features in a processor's flags, and the operations a core does in a cycle by dtype."""
     rows = [row for row in _data()["rate"] if flags & set(row["flags"])]
     best: dict[str, float] = {}
     for row in rows:
@@ -99,18 +99,25 @@ def processor_rates(flags: frozenset[str]) -> tuple[tuple[str, ...], dict[str, f
     return tuple(row["feature"] for row in rows), best
 
 
-def _counted(part: str) -> tuple[int, Row, tuple[str, ...]]:
-    """How many of which device one part of a description means, and what to say of the reading."""
-    spaced = re.sub(r"[\s_-]+", " ", part).strip()
-    spaced = f"-{spaced}" if part.startswith("-") else spaced  # a minus is no hyphen: -2x H100
-    found = next(filter(None, (re.fullmatch(pattern, spaced) for pattern in COUNTS)), None)
-    if found is None:
+def _check_count(count: int, device: Device) -> None:
+    if not 1 <= count <= MOST:
+        raise QuantryError(f"{count} devices are not between 1 and {MOST}", fix="write for example 2x H100")
+    if count > 1 and device.kind != "gpu":
+        raise QuantryError(f"{count}x {device.name} are {count} machines", fix="plan for one of them")
+
+
+def _counted(part: str) -> tuple[int, CatalogueRow, tuple[str, ...]]:
+    """Returns the count and the row that one part of a description means, and notes on the reading."""
+    minus = "-" if part.startswith("-") else ""  # a sign, not a hyphen: -2x H100
+    spaced = minus + re.sub(r"[\s_-]+", " ", part).strip()
+    count = next(filter(None, (re.fullmatch(pattern, spaced) for pattern in COUNTS)), None)
+    if count is None:
         return (1, *_named(spaced))
-    return (int(found["count"][:9]), *_named(found["name"]))
+    return (int(count["count"][:9]), *_named(count["name"]))
 
 
-def _named(text: str) -> tuple[Row, tuple[str, ...]]:
-    """The row that a name means, and a note where it could have been another."""
+def _named(text: str) -> tuple[CatalogueRow, tuple[str, ...]]:
+    """Returns the row that a name means, and a note if it could mean another."""
     sizes = [float(number) * (1024 if unit[0] == "t" else 1) for number, unit in re.findall(SIZE, text)]
     key = _key(re.sub(SIZE, "", text))
     rows = _index().get(key) or _index().get(key.removesuffix("s"))
@@ -126,7 +133,7 @@ def _named(text: str) -> tuple[Row, tuple[str, ...]]:
     return fitting[0], (note,) if others else ()
 
 
-def _hardware(row: Row, count: int, host_memory: int | None, notes: tuple[str, ...]) -> Hardware:
+def _hardware(row: CatalogueRow, count: int, host_memory: int | None, notes: tuple[str, ...]) -> Hardware:
     device = row.device
     if device.kind == "cpu" and host_memory is not None:
         device = replace(device, memory=host_memory, usable=int(host_memory * row.usable_share))
@@ -138,21 +145,21 @@ def _hardware(row: Row, count: int, host_memory: int | None, notes: tuple[str, .
 
 
 def _suggest(key: str) -> str:
-    """The names closest to a key, or what a name looks like."""
+    """Returns the names closest to a key, or examples of names."""
     close = get_close_matches(key, list(_index()), n=5, cutoff=0.6)
     names = list(dict.fromkeys(_index()[match][0].device.name for match in close))[:3]
     return f"did you mean {' or '.join(names)}?" if names else EXAMPLES
 
 
 def _key(text: str) -> str:
-    """The letters and digits of a name, without makers' names."""
+    """Returns the letters and digits of a name, without makers' names."""
     return re.sub(r"[^a-z0-9]", "", re.sub(MAKERS, "", re.sub(r"[_-]", " ", text.lower())))
 
 
 @cache
-def _index() -> dict[str, list[Row]]:
-    """The rows by every key that names them, in the catalogue's order."""
-    index: dict[str, list[Row]] = {}
+def _index() -> dict[str, list[CatalogueRow]]:
+    """Returns the rows by every key that names them, in the catalogue's order."""
+    index: dict[str, list[CatalogueRow]] = {}
     for row in _rows():
         for name in (row.device.name, *row.device.aliases):
             key = _key(re.sub(SIZE, "", name.lower()))
@@ -164,7 +171,7 @@ def _index() -> dict[str, list[Row]]:
 
 
 @cache
-def _rows() -> tuple[Row, ...]:
+def _rows() -> tuple[CatalogueRow, ...]:
     return tuple(row for settings in _data()["device"] for row in _sizes(settings))
 
 
@@ -173,14 +180,14 @@ def _data() -> dict[str, list[dict[str, Any]]]:
     return tomllib.loads(files("quantry.devices").joinpath("catalogue.toml").read_text(encoding="utf-8"))
 
 
-def _sizes(settings: Mapping[str, Any]) -> list[Row]:
-    """One row for each memory size that a row of the file lists."""
+def _sizes(settings: Mapping[str, Any]) -> list[CatalogueRow]:
+    """Returns one row for each memory size that a row of the file lists."""
     memory, usable, share = settings["memory"], settings.get("usable"), settings.get("usable_share", 1.0)
     if not isinstance(memory, list):
         memory, usable = [memory], None if usable is None else [usable]
     usable = usable or [size * share for size in memory]
     return [
-        Row(_device(settings, size, seen, len(memory) > 1), (size, *settings.get("sold_as", ())),
+        CatalogueRow(_device(settings, size, seen, len(memory) > 1), (size, *settings.get("sold_as", ())),
             settings.get("any", False), share)
         for size, seen in zip(memory, usable, strict=True)
     ]  # fmt: skip

@@ -1,7 +1,7 @@
-"""This machine: its devices, its processor, and how fast its memory really is.
+"""Detection of this machine: its devices, its processor, and the measured speed of its memory.
 
-GPUs come from their drivers, the processor from the kernel, and all of it is what this process may use: a container's
-share of cores and memory, and the GPUs that CUDA_VISIBLE_DEVICES leaves.
+Drivers report the GPUs, the kernel the processor. Only what this process may use counts: a container's share of cores
+and memory, and the GPUs in CUDA_VISIBLE_DEVICES.
 """
 
 import ctypes
@@ -16,32 +16,35 @@ from quantry.devices.catalogue import catalogue, match, processor_rates
 from quantry.errors import QuantryError
 
 MIB = 1024**2
-BUFFERS = 1024 * MIB  # of all threads together, read and written: larger than caches, small beside a server's memory
-BUFFER = (MIB, 64 * MIB)  # of one thread, at least and at most
+BUFFERS = 1024 * MIB  # of all threads together, read and written: larger than caches, small for a server
+BUFFER = (MIB, 64 * MIB)  # of one thread: at least, at most
 THREADS = 64  # more do not move more
 ROUNDS = 10
 
 
 def detect(seconds: float = 0.2) -> Hardware:
-    """What this machine is. The processor's bandwidth is measured for `seconds`; 0 takes a typical one instead."""
+    """Returns this machine, with the processor's bandwidth measured for `seconds`; 0 takes a typical bandwidth.
+
+    Raises QuantryError on systems other than Linux and macOS on Apple chips.
+    """
     if sys.platform == "darwin":
         mac = apple.parse_sysctl(apple.read())
         if mac is not None:
             return mac
     if not sys.platform.startswith("linux"):
         raise QuantryError(
-            f"this machine cannot be read: its system is {sys.platform}, and Linux and macOS on Apple chips are known",
+            f"{sys.platform} is not supported: Quantry detects Linux machines and Macs with Apple chips",
             fix='describe it instead: --gpu "RTX 4090"',
         )
     return _linux(seconds)
 
 
 def measure_bandwidth(seconds: float = 0.2) -> float:
-    """Bytes a second that copying moves through memory, read and written bytes both counted, with all usable cores.
+    """Returns the bytes a second that all usable cores copy, counting bytes read and bytes written.
 
-    Every thread copies a buffer of its own again and again; all buffers together are larger than the caches and take at
-    most an eighth of the memory that is free. The best of ten rounds counts, so that other programs disturb it less. A
-    model's weights are only read, which goes about as fast as this sum.
+    Every thread copies its own buffer again and again; all buffers together are larger than the caches and take at most
+    an eighth of the free memory. The best of ten rounds counts, so that other programs disturb it less. A model's
+    weights are only read, which is about as fast as this sum.
     """
     threads = max(1, min(round(host.usable_cores()), THREADS))
     free = host.memory()[1] or BUFFERS
@@ -64,13 +67,13 @@ def _copy(barrier: Barrier, left: mmap, right: mmap, seconds: float, rounds: lis
     """Copies for ROUNDS times `seconds`, all threads starting each round together."""
     size = len(left)
     source, target = ((ctypes.c_char * size).from_buffer(side) for side in (left, right))
-    ctypes.memset(source, 1, size)  # touched, so that every page is really there
+    ctypes.memset(source, 1, size)  # so that every page is allocated
     ctypes.memset(target, 2, size)
     for number in range(ROUNDS):
         barrier.wait()
         moved, start = 0, perf_counter()
         while not moved or perf_counter() - start < seconds:
-            ctypes.memmove(target, source, size)  # ctypes lets the other threads run meanwhile
+            ctypes.memmove(target, source, size)  # ctypes lets the other threads run
             moved += 2 * size
         rounds.append((number, start, perf_counter(), moved))
 
@@ -103,19 +106,19 @@ def _linux(seconds: float) -> Hardware:
 
 
 def known_board(name: str, total: int, available: int) -> Device | None:
-    """The catalogue's row for a small board (Jetson, Raspberry Pi) by the name in its device tree."""
+    """Returns the catalogue's row for a small board (Jetson, Raspberry Pi) by the name in its device tree."""
     plain = name.split(" Rev ")[0].replace("Developer Kit", "").replace("Engineering Reference", "")
-    known = match(plain, total) if plain else None
-    return replace(known, usable=min(total, known.memory), free=available) if known else None
+    row = match(plain, total) if plain else None
+    return replace(row, usable=min(total, row.memory), free=available) if row else None
 
 
 def _shared(gpu: Device, total: int, available: int) -> Device:
-    """A GPU that reports no memory of its own shares the host's."""
+    """Returns the GPU; one without its own memory shares the host's."""
     return gpu if gpu.memory else replace(gpu, kind="unified", memory=total, usable=total, free=available)
 
 
 def _cpu(processor: host.Processor, total: int, available: int, cores: float) -> tuple[tuple[str, ...], Device]:
-    """The processor as a device: rates are cores times clock times what its features do in a cycle."""
+    """Returns the processor as a device: rates are cores times clock times operations a cycle."""
     features, rates = processor_rates(processor.flags)
     family = "arm" if processor.vendor == "arm" else "x86"
     typical = next(device for device in catalogue() if device.kind == "cpu" and device.family == family)

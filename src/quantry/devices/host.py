@@ -1,11 +1,12 @@
-"""The host on Linux: its processor, and the memory and cores this process may use of it.
+"""The host on Linux: its processor, and the memory and cores this process may use.
 
-A container sees the whole machine in /proc and may use a part of it; the part is in the control groups. Every function
-reads below a `root`, which is / on a real machine.
+A container sees the whole machine in /proc, but control groups may limit it to a part. Every function reads below a
+`root`, which is / on a real machine.
 """
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ class Processor:
 
 
 def read_processor(root: Path = Path("/")) -> Processor:
-    """The processor of a Linux machine; its highest clock where the kernel tells it."""
+    """Returns the processor of a Linux machine, with its highest clock if the kernel lists it."""
     processor = parse_cpuinfo(_read(root / "proc/cpuinfo") or "")
     highest = _number(root / "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")  # kHz
     board = board_name(root)
@@ -43,7 +44,7 @@ def read_processor(root: Path = Path("/")) -> Processor:
 
 
 def parse_cpuinfo(text: str) -> Processor:
-    """What /proc/cpuinfo says, of x86 or Arm."""
+    """Returns the processor that /proc/cpuinfo describes, x86 or Arm."""
     blocks = [dict(_pairs(block)) for block in text.split("\n\n")]
     threads = [block for block in blocks if "processor" in block]
     first = threads[0] if threads else {}
@@ -52,7 +53,7 @@ def parse_cpuinfo(text: str) -> Processor:
     return Processor(
         name=first.get("model name", ""),
         vendor="arm" if arm else MAKERS.get(first.get("vendor_id", ""), "x86"),
-        cores=len(cores) or len(threads) or 1,  # Arm's lists name no cores
+        cores=len(cores) or len(threads) or 1,  # Arm's list has no cores
         threads=len(threads) or 1,
         mhz=max((float(block["cpu MHz"]) for block in threads if "cpu MHz" in block), default=0.0),
         flags=frozenset((first.get("flags") or first.get("Features") or "").split()),
@@ -60,17 +61,17 @@ def parse_cpuinfo(text: str) -> Processor:
 
 
 def board_name(root: Path = Path("/")) -> str:
-    """The name of an Arm board ("Raspberry Pi 5 Model B Rev 1.0"), empty on other machines."""
+    """Returns the name of an Arm board ("Raspberry Pi 5 Model B Rev 1.0"), empty on other machines."""
     return (_read(root / "proc/device-tree/model") or "").strip("\0 \n")
 
 
 def memory(root: Path = Path("/")) -> tuple[int, int]:
-    """Bytes in all and bytes available, for this process: the machine's, or its container's where that is less."""
+    """Returns total and available bytes for this process: the machine's, or its container's if that is less."""
     table = dict(_pairs(_read(root / "proc/meminfo") or ""))
     total, available = (int(table.get(name, "0 kB").split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     for folder in _groups(root, "memory"):
         limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
-        if limit is None:  # the first version says "no limit" as a number near 2^63, which limits nothing
+        if limit is None:  # version 1 writes "no limit" as a number near 2^63, which limits nothing
             continue
         used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
         cached = dict(line.split() for line in (_read(folder / "memory.stat") or "").splitlines() if " " in line)
@@ -80,15 +81,14 @@ def memory(root: Path = Path("/")) -> tuple[int, int]:
 
 
 def usable_cores(root: Path = Path("/"), threads: int | None = None) -> float:
-    """The cores this process may keep busy: the threads it is bound to, or its container's share where that is less."""
-    if threads is None:
-        threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Returns the cores this process may use: the threads it is bound to, or its container's share if that is less."""
+    bound = threads or (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
     shares = [_share(folder) for folder in _groups(root, "cpu")]
-    return min([float(threads), *(share for share in shares if share)])
+    return min([float(bound), *(share for share in shares if share)])
 
 
 def _share(folder: Path) -> float | None:
-    """Cores a control group grants, None for no limit."""
+    """Returns the cores that a control group grants, None for no limit."""
     quota, _, period = (_read(folder / "cpu.max") or "").strip().partition(" ")
     if not quota:
         quota, period = (str(_number(folder / f"cpu.cfs_{name}_us") or "") for name in ("quota", "period"))
@@ -96,7 +96,7 @@ def _share(folder: Path) -> float | None:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's control group and of those above it, for one controller; both versions."""
+    """Yields the folders of this process's control group and of its parents, for one controller; both versions."""
     mount = root / "sys/fs/cgroup"
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         _, names, path = [*line.split(":", 2), "", ""][:3]
@@ -108,7 +108,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:
-    """`name : value` lines."""
+    """Yields the names and values of `name : value` lines."""
     for line in text.splitlines():
         name, colon, value = line.partition(":")
         if colon:

@@ -1,7 +1,7 @@
-"""NVIDIA's GPUs, asked of the driver's own library (NVML) or, where that cannot be loaded, of nvidia-smi.
+"""NVIDIA's GPUs, from the driver's library (NVML) or, if that does not load, from nvidia-smi.
 
-The total that CUDA gives a program is NVML's total less what the driver reserves. A GPU that the catalogue does not
-know is described by its driver's numbers.
+A program sees NVML's total less the memory that the driver reserves. A GPU that the catalogue lacks is described by its
+driver's numbers.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ MEMORY_V2 = 40 | 2 << 24  # sizeof(nvmlMemory_v2_t) and its version
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU in its driver's words; 0 where the driver does not say. Bytes, bits and MHz."""
+    """A GPU as its driver describes it; 0 if the driver does not say. Bytes, bits and MHz."""
 
     name: str
     uuid: str
@@ -36,7 +36,7 @@ class Gpu:
     clock: int = 0
 
 
-class _Memory(ctypes.Structure):
+class _NvmlMemory(ctypes.Structure):
     _fields_ = (
         ("version", ctypes.c_uint),
         ("total", ctypes.c_ulonglong),
@@ -46,21 +46,22 @@ class _Memory(ctypes.Structure):
     )
 
 
-class _OldMemory(ctypes.Structure):
+class _NvmlMemoryV1(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
 def find() -> tuple[Device, ...]:
-    """The NVIDIA GPUs that CUDA would show this process."""
-    found = read_nvml()
-    gpus = read_smi() if found is None else found
+    """Returns the NVIDIA GPUs that CUDA would show this process."""
+    gpus = read_nvml()
+    if gpus is None:
+        gpus = read_smi()
     return tuple(to_device(gpu) for gpu in visible(gpus, os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
 def visible(gpus: Sequence[Gpu], setting: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves: by index or UUID, up to the first that is neither, as CUDA does.
+    """Returns the GPUs in CUDA_VISIBLE_DEVICES: by index or UUID, up to the first invalid entry, as CUDA does.
 
-    Indices count as NVML does, by PCI address; CUDA counts the fastest first, which differs where GPUs do.
+    Indices follow NVML's order, by PCI address; CUDA lists the fastest first, which differs for mixed GPUs.
     """
     if setting is None:
         return tuple(gpus)
@@ -68,19 +69,19 @@ def visible(gpus: Sequence[Gpu], setting: str | None) -> tuple[Gpu, ...]:
     for word in (word.strip() for word in setting.split(",")):
         index = int(word) if word.isdecimal() and len(word) < 5 else len(gpus)
         named = [gpu for gpu in gpus if word.startswith("GPU-") and gpu.uuid.startswith(word)]
-        found = named or list(gpus[index : index + 1])
-        if not found:
+        matching = named or list(gpus[index : index + 1])
+        if not matching:
             break
-        chosen.append(found[0])
+        chosen.append(matching[0])
     return tuple(chosen)
 
 
 def to_device(gpu: Gpu) -> Device:
-    """The catalogue's row for a GPU with its own memory figures, or a device made of what the driver says."""
+    """Returns the catalogue's row for a GPU with its own memory figures, or a device from the driver's figures."""
     usable = gpu.total - gpu.reserved
-    known = match(gpu.name, gpu.total)
-    if known is not None:
-        return replace(known, usable=usable if gpu.reserved else min(known.usable, gpu.total), free=gpu.free)
+    row = match(gpu.name, gpu.total)
+    if row is not None:
+        return replace(row, usable=usable if gpu.reserved else min(row.usable, gpu.total), free=gpu.free)
     family, times = family_of(gpu.capability)
     fp32 = gpu.cores * 2 * gpu.clock / 1e6
     bandwidth, source = gpu.bus_width / 8 * gpu.memory_clock * 1e6 * 2, "detected"  # two transfers a clock
@@ -109,7 +110,7 @@ def _slowest(capability: str) -> float:
 
 
 def parse_smi(text: str) -> tuple[Gpu, ...]:
-    """What `nvidia-smi --query-gpu=... --format=csv,noheader,nounits` prints for QUERY, a line for each GPU."""
+    """Reads the output of `nvidia-smi --query-gpu=... --format=csv,noheader,nounits` for QUERY, a line for each GPU."""
     gpus = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(", ")]
@@ -122,7 +123,7 @@ def parse_smi(text: str) -> tuple[Gpu, ...]:
 
 
 def read_smi() -> tuple[Gpu, ...]:
-    """The GPUs that nvidia-smi lists, none where it is missing or fails."""
+    """Returns the GPUs that nvidia-smi lists, none if it is missing or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ()
@@ -135,7 +136,7 @@ def read_smi() -> tuple[Gpu, ...]:
 
 
 def read_nvml() -> tuple[Gpu, ...] | None:
-    """The GPUs that NVML lists; None where there is no such library or no driver behind it."""
+    """Returns the GPUs that NVML lists; None without the library or a driver."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -172,12 +173,12 @@ def _read_gpu(library: ctypes.CDLL, index: int) -> Gpu | None:
 
 
 def _read_memory(library: ctypes.CDLL, handle: ctypes.c_void_p) -> tuple[int, int, int]:
-    """Total, reserved and free bytes; older drivers do not tell what they reserve."""
-    new = _Memory(version=MEMORY_V2)
+    """Returns total, reserved and free bytes; older drivers do not report what they reserve."""
+    new = _NvmlMemory(version=MEMORY_V2)
     call = getattr(library, "nvmlDeviceGetMemoryInfo_v2", None)
     if call is not None and call(handle, ctypes.byref(new)) == 0:
         return new.total, new.reserved, new.free
-    old = _OldMemory()
+    old = _NvmlMemoryV1()
     library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(old))
     return old.total, 0, old.free
 
@@ -189,7 +190,7 @@ def _read_text(call: "ctypes._NamedFuncPointer", handle: ctypes.c_void_p) -> str
 
 
 def _read_number(library: ctypes.CDLL, name: str, handle: ctypes.c_void_p, *arguments: int) -> int:
-    """One number of a GPU, 0 where the driver is too old to have it or the GPU does not support it."""
+    """Returns one number of a GPU, 0 if the driver is too old or the GPU does not support it."""
     value = ctypes.c_uint()
     call = getattr(library, name, None)
     done = call is not None and call(handle, *arguments, ctypes.byref(value)) == 0
