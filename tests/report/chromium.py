@@ -27,7 +27,7 @@ PATIENCE = 60  # seconds for one answer
 
 
 class Browser:
-    """One page at a time, with all that it logged and asked for since it was opened."""
+    """One page at a time, with its log messages and requests."""
 
     def __init__(self, home: Path) -> None:
         program = next(filter(None, map(shutil.which, NAMES)), None)
@@ -45,7 +45,8 @@ class Browser:
         self._count = 0
         self._session: str | None = None
         self.events: list[dict[str, Any]] = []
-        pages = [one for one in self.call("Target.getTargets")["targetInfos"] if one["type"] == "page"]
+        targets = self.call("Target.getTargets")["targetInfos"]
+        pages = [target for target in targets if target["type"] == "page"]
         self._session = self.call("Target.attachToTarget", targetId=pages[0]["targetId"], flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
@@ -72,12 +73,12 @@ class Browser:
             answer = self._next()
             if answer.get("id") == self._count:
                 assert "error" not in answer, f"{method}: {answer['error']}"
-                found: dict[str, Any] = answer["result"]
-                return found
+                result: dict[str, Any] = answer["result"]
+                return result
             self.events.append(answer)
 
     def open(self, file: Path, *, width: int = 900, dark: bool = False, media: str = "screen") -> None:
-        """Loads a file and waits until it is there; the window is as wide as told."""
+        """Loads a file in a window of this width, and waits for it."""
         self.events.clear()
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", media=media, features=scheme)
@@ -92,19 +93,19 @@ class Browser:
         return answer["result"].get("value")
 
     def screenshot(self) -> NDArray[np.uint8]:
-        """The whole page, as rows of RGB pixels."""
+        """Returns the whole page, as rows of RGB pixels."""
         taken = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         return decoded(base64.b64decode(taken["data"]))
 
     def complaints(self) -> list[str]:
-        """What a console would show: messages, errors, and what the page's policy forbade."""
+        """Returns what a console would show: messages, errors, and violations of the page's policy."""
         kinds = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded")
         return [json.dumps(event["params"]) for event in self.events if event.get("method") in kinds]
 
     def requests(self) -> list[str]:
-        """Every address that the page asked for."""
-        asked = [event for event in self.events if event.get("method") == "Network.requestWillBeSent"]
-        return [str(event["params"]["request"]["url"]) for event in asked]
+        """Returns every address that the page requested."""
+        sent = [event for event in self.events if event.get("method") == "Network.requestWillBeSent"]
+        return [str(event["params"]["request"]["url"]) for event in sent]
 
     def _next(self) -> dict[str, Any]:
         limit = time.monotonic() + PATIENCE
@@ -115,11 +116,11 @@ class Browser:
             assert got, "chromium has ended"
             self._buffer += got
         message, _, self._buffer = self._buffer.partition(b"\0")
-        found: dict[str, Any] = json.loads(message)
-        return found
+        answer: dict[str, Any] = json.loads(message)
+        return answer
 
 
 def decoded(png: bytes) -> NDArray[np.uint8]:
-    """The RGB pixels of a PNG."""
+    """Returns the RGB pixels of a PNG."""
     pixels = imread(io.BytesIO(png), format="png")[:, :, :3]
     return np.asarray(np.rint(pixels * 255), dtype=np.uint8)

@@ -31,7 +31,7 @@ from quantry.models.reader import open_checkpoint
 from quantry.models.writer import write_atomically
 from quantry.planning.memory.footprint import footprint
 from quantry.quantizing.recipe import presets
-from quantry.report import Content, Memory, Row, picture, render
+from quantry.report import Content, FileRow, Memory, picture, render
 from quantry.report.content import BlockMap, Interval
 from quantry.report.sizes import human
 from quantry.storage import ARTEFACT_FILE
@@ -49,7 +49,7 @@ AGAIN = "write the artefact again with quantry quantize"
 Maps = dict[str, dict[str, float]]
 
 
-def row(content: Mapping[str, Any]) -> Row:
+def row(content: Mapping[str, Any]) -> FileRow:
     """The row of an artefact, from what its quantry.json holds; with figures if it was proved."""
     bits = content.get("bits_per_weight")
     return measured(_name(content), _size(content), content.get("proof"), bits=bits)
@@ -57,7 +57,7 @@ def row(content: Mapping[str, Any]) -> Row:
 
 def measured(
     name: str, size: int, proof: Mapping[str, Any] | None, *, bits: float | None = None, peer: bool = False
-) -> Row:
+) -> FileRow:
     """The row of a file, with what a proof (`types.Proof` as a dict) found of it.
 
     Perplexity and same first token are the engine's where one was asked, as the gate has them. A figure that is no
@@ -68,7 +68,7 @@ def measured(
     judged = served or found
     kl, served_kl = (_figure(side, "kl") for side in (found, served))
     top1, perplexity = (_figure(judged, name) for name in ("top1", "perplexity"))
-    return Row(
+    return FileRow(
         name, size, bits, *kl, *served_kl, *top1, *perplexity, peer=peer
     )  # fmt: skip
 

@@ -4,20 +4,20 @@
 The same content gives the same bytes. matplotlib is imported when something is drawn, not before.
 """
 
-from quantry.report.content import Content, Memory, Row, frontier
+from quantry.report.content import Content, FileRow, Memory, frontier
 
-__all__ = ["Content", "Memory", "Row", "frontier", "picture", "render"]
+__all__ = ["Content", "FileRow", "Memory", "frontier", "picture", "render"]
 
 
 def render(content: Content) -> str:
-    """The page: no scripts, no network, no fonts of others; light and dark, on paper and on a phone."""
+    """Returns the page: no scripts, no network, no external fonts; light and dark, for screens, phones and paper."""
     from quantry.report.page import page
 
     return page(content)
 
 
 def picture(content: Content) -> bytes:
-    """The same plots below each other in one PNG."""
+    """Returns the same plots, one below the other, as a PNG."""
     from quantry.report.plots import poster
 
     return poster(content)

@@ -1,44 +1,43 @@
-"""Perplexity and same first token as bars that begin at the 16-bit model."""
+"""Perplexity and same first token as bars that start at the 16-bit model."""
 
 from collections.abc import Sequence
 from math import exp, log
 from typing import TYPE_CHECKING, Any
 
-from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from quantry.report.content import Content, Row, plain
-from quantry.report.drawing import SMALL, WIDE, Plot, one_line, role_of, round_numbers, shortened, spare, text_width
-from quantry.report.ink import DPI, light
+from quantry.report.content import Content, FileRow, plain
+from quantry.report.drawing import SMALL, WIDE, Plot, figure_of, name_width, role_of, round_numbers, shortened, spare
+from quantry.report.ink import light
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BAR = 22  # height of a bar and its gap
-DWARFS = 3  # times the reference: perplexities beyond are drawn by powers
-FLOAT_MOST = 1e307  # an axis ends there
+DWARFS = 3  # times the reference: larger perplexities need a logarithmic axis
+FLOAT_MOST = 1e307  # the end of an axis
 
 
 def quality(content: Content, width: int) -> Plot | None:
-    """Perplexity and same first token. Bars begin at the reference: what is seen is what was lost."""
+    """Draws perplexity and same first token; bars start at the reference, so their length is the loss."""
     rows = sorted(
         (row for row in content.rows if row.perplexity is not None or row.top1 is not None), key=lambda row: row.bytes
     )
     if not rows:
         return None
     panels = [name for name in ("perplexity", "top1") if any(getattr(row, name) is not None for row in rows)]
-    beside = width == WIDE
+    side_by_side = width == WIDE
     each = BAR * len(rows) + 62
-    height = each if beside else each * len(panels)
-    figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI)
-    room = min(max(text_width(one_line(row.name), SMALL) for row in rows) + 12, width * 0.34)
-    across = (width - room - 14 * len(panels)) / len(panels) if beside else width - room - 14
+    height = each if side_by_side else each * len(panels)
+    figure = figure_of(width, height)
+    room = name_width((row.name for row in rows), width)
+    across = (width - room - 14 * len(panels)) / len(panels) if side_by_side else width - room - 14
     for at, name in enumerate(panels):
-        left = room + at * (across + 14) if beside else room
-        base = 34 if beside else 34 + (len(panels) - 1 - at) * each
+        left = room + at * (across + 14) if side_by_side else room
+        base = 34 if side_by_side else 34 + (len(panels) - 1 - at) * each
         axes = figure.add_axes((left / width, base / height, across / width, (each - 62) / height))
         _bars(axes, rows, name, content.reference_perplexity, across)
-        _bar_names(axes, rows, room if not (beside and at) else 0, content.chosen)
+        _bar_names(axes, rows, room if not (side_by_side and at) else 0, content.chosen)
     about = f"Bars for {len(rows)} files, smallest first. " + "; ".join(_quality_words(row) for row in rows) + "."
     return Plot(
         "quality",
@@ -49,8 +48,8 @@ def quality(content: Content, width: int) -> Plot | None:
     )
 
 
-def _bars(axes: "Axes", rows: Sequence[Row], name: str, reference: float | None, across: float) -> None:
-    """One panel. `across` is its width in pixels, of which the figures at the tips get their share."""
+def _bars(axes: "Axes", rows: Sequence[FileRow], name: str, reference: float | None, across: float) -> None:
+    """Draws one panel; `across` is its width in pixels, including the figures at the tips."""
     base = 1.0 if name == "top1" else reference or 0.0
     shown = [(at, row, getattr(row, name)) for at, row in enumerate(rows) if getattr(row, name) is not None]
     span = _bar_axis(axes, [value for _, _, value in shown], _bounds(rows, name), base, across)
@@ -82,12 +81,12 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def _bounds(rows: Sequence[Row], name: str) -> list[float]:
+def _bounds(rows: Sequence[FileRow], name: str) -> list[float]:
     return [bound for row in rows for bound in getattr(row, f"{name}_interval") or ()]
 
 
 def _bar_axis(axes: "Axes", values: Sequence[float], bounds: Sequence[float], base: float, across: float) -> float:
-    """Room for all bars, intervals and figures; by powers where one bar would dwarf the others. Gives what it spans."""
+    """Fits the axis to bars, intervals and figures, by powers if one bar would dwarf the others; returns its span."""
     low, high = min(*values, *bounds, base), max(*values, *bounds, base)
     powers = base > 0 and high > DWARFS * base
     to, back = (log, exp) if powers else (float, float)
@@ -108,14 +107,14 @@ def _bar_axis(axes: "Axes", values: Sequence[float], bounds: Sequence[float], ba
 
 
 def _whisker(axes: "Axes", at: int, value: float, interval: tuple[float, float] | None, base: float) -> float:
-    """Draws the interval, and gives the outermost point of bar and interval."""
+    """Draws the interval; returns the outermost point of bar and interval."""
     if interval is None:
         return value
     axes.hlines(at, *interval, color=light("ink"), lw=1.2, zorder=4)
     return min(value, interval[0]) if value < base else max(value, interval[1])
 
 
-def _bar_names(axes: "Axes", rows: Sequence[Row], room: float, chosen: Row | None) -> None:
+def _bar_names(axes: "Axes", rows: Sequence[FileRow], room: float, chosen: FileRow | None) -> None:
     axes.set_ylim(len(rows) - 0.5, -0.5)
     names = [shortened(row.name, room - 8) if room else "" for row in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=SMALL)
@@ -124,7 +123,7 @@ def _bar_names(axes: "Axes", rows: Sequence[Row], room: float, chosen: Row | Non
         tick.set_fontweight("bold" if row is chosen else "normal")
 
 
-def _quality_words(row: Row) -> str:
+def _quality_words(row: FileRow) -> str:
     parts = [
         f"perplexity {row.perplexity:.4g}" if row.perplexity is not None else "",
         f"same first token {row.top1:.1%}" if row.top1 is not None else "",

@@ -1,7 +1,7 @@
-"""What a report says, as plain data: the names of the fields are the JSON names.
+"""The content of a report as plain data: field names are the JSON names.
 
-Everything is checked here, once, so that drawing need not: a number that is none or a share above 1 is refused with its
-place, whether it comes from a program or from a file.
+Everything is checked here, once, whether it comes from a program or from a file, so that drawing need not: an error
+names the place of a value that is not a finite number, or of a share above 1.
 """
 
 import json
@@ -14,31 +14,31 @@ from typing import Any, Literal
 from quantry.errors import QuantryError
 
 Interval = tuple[float, float]
-BlockMap = Mapping[str, Mapping[str, float]]  # block -> module -> value; a module that a block lacks is left out
+BlockMap = Mapping[str, Mapping[str, float]]  # block -> module -> value, for the modules that a block has
 
-LARGEST = 1 << 60  # bytes; more is a slip of the pen, and no axis shows it
-FILES = 500  # of one report: beyond, nobody reads a plot
+LARGEST = 1 << 60  # bytes; more is a mistake, and no axis shows it
+FILES = 500  # of one report: nobody reads a plot of more
 PARTS = 24  # of memory
 CELLS = 50_000  # of one map: engines fuse experts, and the largest models have some 2,000
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One file: its size, and what it lost."""
+class FileRow:
+    """One file: its size, and its losses."""
 
     name: str
     bytes: int
     bits_per_weight: float | None = None
-    kl: float | None = None  # decoded from its bytes
+    kl: float | None = None  # of the weights decoded from its bytes
     kl_interval: Interval | None = None
-    served_kl: float | None = None  # by its engine
+    served_kl: float | None = None  # measured in its engine
     served_kl_interval: Interval | None = None
     top1: float | None = None
     top1_interval: Interval | None = None
     perplexity: float | None = None
     perplexity_interval: Interval | None = None
     peer: bool = False  # made by another tool
-    chosen: bool = False  # the one that the report is about
+    chosen: bool = False  # the file that the report is about
 
     def __post_init__(self) -> None:
         _text(self.name, "the name of a row")
@@ -56,7 +56,7 @@ class Row:
 
     @property
     def judged(self) -> float | None:
-        """The KL that counts: as served, where an engine was asked."""
+        """The KL that counts: as served if it was measured in an engine."""
         return self.kl if self.served_kl is None else self.served_kl
 
     @property
@@ -66,7 +66,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes by part (weights, kv_cache, activations, overhead, ...) beside what the device has."""
+    """Bytes by part (weights, kv_cache, activations, overhead, ...), and the capacity of the device."""
 
     predicted: Mapping[str, int] = field(default_factory=dict)
     measured: Mapping[str, int] = field(default_factory=dict)
@@ -87,12 +87,12 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """All that a page may show. A date is shown only where one is given: the same job gives the same bytes."""
+    """Everything that a page can show. It has a date only if one is given, so the same job gives the same bytes."""
 
     title: str
     model: str = ""
     date: str = ""
-    rows: tuple[Row, ...] = ()
+    rows: tuple[FileRow, ...] = ()
     noise_floor: float | None = None  # the KL of the 16-bit model against itself in 16-bit arithmetic
     reference_perplexity: float | None = None
     gate: str = ""
@@ -127,8 +127,8 @@ class Content:
             _text(note, "a note")
 
     @property
-    def chosen(self) -> Row | None:
-        """The row that the report is about: the one marked, or the only one of ours."""
+    def chosen(self) -> FileRow | None:
+        """The row that the report is about: the one marked, or the only one that Quantry made."""
         ours = [row for row in self.rows if not row.peer]
         marked = [row for row in self.rows if row.chosen]
         return marked[0] if marked else ours[0] if len(ours) == 1 else None
@@ -138,79 +138,79 @@ class Content:
 
     @classmethod
     def from_json(cls, text: str) -> "Content":
-        """The content that `to_json` wrote, or another program in the same words."""
+        """Reads the JSON that `to_json` or another program wrote. Raises QuantryError if it is invalid."""
         try:
-            found = json.loads(text)
+            loaded = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise _wrong(
                 f"the content of a report is not JSON ({str(error)[:80]})", "give the file as written"
             ) from error
-        given = _known(found, cls, "a report")
+        given = _fields(loaded, cls, "a report")
         if "title" not in given:
             raise _wrong("a report has no title", 'add "title"')
         rows = tuple(_row(row) for row in _items(given.get("rows", ()), "rows"))
         memory = given.get("memory")
         sequences = {name: tuple(_items(given.get(name, ()), name)) for name in ("findings", "notes")}
-        kept = None if memory is None else Memory(**_known(memory, Memory, "memory"))
+        kept = None if memory is None else Memory(**_fields(memory, Memory, "memory"))
         return cls(**{**given, **sequences, "rows": rows, "memory": kept})
 
 
 def plain(text: str) -> str:
-    """Text that every page and picture can hold: control characters and halves of surrogate pairs replaced."""
+    """Replaces control characters and lone surrogates, which pages and pictures cannot hold."""
     return "".join(
         "\ufffd" if unicodedata.category(char) in ("Cc", "Cs") and char not in "\n\t" else char for char in text
     )
 
 
-def frontier(rows: Sequence[Row]) -> list[Row]:
-    """The files that no other one beats in both size and KL, smallest first."""
-    best: list[Row] = []
+def frontier(rows: Sequence[FileRow]) -> list[FileRow]:
+    """Returns the files that no other file beats in both size and KL, smallest first."""
+    best: list[FileRow] = []
     for row in sorted((row for row in rows if row.judged is not None), key=lambda row: (row.bytes, row.judged or 0.0)):
         if not best or (row.judged or 0.0) < (best[-1].judged or 0.0):
             best.append(row)
     return best
 
 
-def modules_of(found: BlockMap) -> tuple[str, ...]:
-    """The modules of all blocks, in the order in which they are met."""
-    return tuple(dict.fromkeys(module for block in found.values() for module in block))
+def modules_of(values: BlockMap) -> tuple[str, ...]:
+    """Returns the modules of all blocks, in the order of their first occurrence."""
+    return tuple(dict.fromkeys(module for block in values.values() for module in block))
 
 
-def _row(found: Any) -> Row:
-    given = _known(found, Row, "a row")
+def _row(loaded: Any) -> FileRow:
+    given = _fields(loaded, FileRow, "a row")
     for name in ("name", "bytes"):
         if name not in given:
             raise _wrong(f"a row of the report has no {name}", f'add "{name}"')
     spans = {
         name: tuple(value) for name, value in given.items() if name.endswith("_interval") and isinstance(value, list)
     }
-    return Row(**{**given, **spans})
+    return FileRow(**{**given, **spans})
 
 
-def _known(found: Any, kind: type[Any], where: str) -> dict[str, Any]:
-    names = {known.name for known in fields(kind)}
-    pairs = dict(_pairs(found, where))
-    odd = next((name for name in pairs if name not in names), None)
-    if odd is not None:
-        raise _wrong(f"{where} has no {odd[:60]!r}", f"known are {', '.join(sorted(names))}")
+def _fields(loaded: Any, data_class: type[Any], where: str) -> dict[str, Any]:
+    names = {field.name for field in fields(data_class)}
+    pairs = dict(_pairs(loaded, where))
+    unknown = next((name for name in pairs if name not in names), None)
+    if unknown is not None:
+        raise _wrong(f"{where} has no {unknown[:60]!r}", f"known are {', '.join(sorted(names))}")
     return pairs
 
 
-def _pairs(found: Any, where: str) -> list[tuple[str, Any]]:
-    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
-        raise _wrong(f"{where} is {type(found).__name__}, not names with values", "give an object with text as names")
-    return list(found.items())
+def _pairs(value: Any, where: str) -> list[tuple[str, Any]]:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise _wrong(f"{where} is {type(value).__name__}, not an object", "give an object whose names are text")
+    return list(value.items())
 
 
-def _items(found: Any, where: str) -> Sequence[Any]:
-    if isinstance(found, str) or not isinstance(found, Sequence):
-        raise _wrong(f"{where} is {type(found).__name__}, not a list", "give a list")
-    return found
+def _items(value: Any, where: str) -> Sequence[Any]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise _wrong(f"{where} is {type(value).__name__}, not a list", "give a list")
+    return value
 
 
-def _check_map(found: BlockMap, name: str) -> None:
+def _check_map(values: BlockMap, name: str) -> None:
     cells = 0
-    for block, modules in _pairs(found, name):
+    for block, modules in _pairs(values, name):
         for module, value in _pairs(modules, f"{name} of block {block[:60]!r}"):
             _number(value, f"{name} of {block[:60]!r}, {module[:60]!r}")
             if value < 0:
@@ -222,7 +222,7 @@ def _check_map(found: BlockMap, name: str) -> None:
 
 def _number(value: Any, where: str) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not isfinite(value):
-        raise _wrong(f"{where} is {str(value)[:40]!r}, not a finite number", "leave out what was not measured")
+        raise _wrong(f"{where} is {str(value)[:40]!r}, not a finite number", "leave out figures that were not measured")
 
 
 def _count(value: Any, where: str) -> None:

@@ -1,32 +1,33 @@
-"""What all plots share: a figure with words for it, its measures, and names that fit.
+"""Shared by all plots: a figure with its description, measures, and names that fit.
 
-All lengths are pixels of the page. Axes are put in place by hand, from the measured width of the labels, so that a
-drawing is the same on every machine. Each is drawn twice for a page: wide, and narrow for a phone.
+All lengths are pixels of the page. Code places the axes by the measured width of the labels, so that a drawing is the
+same on every machine. A page has each drawing twice: wide, and narrow for a phone.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, floor, log10
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
 
-from quantry.report.content import Row, plain
+from quantry.report.content import FileRow, plain
 from quantry.report.ink import DPI
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDE, NARROW = 760, 350
-SMALL = 10  # size of the letters at marks and ticks
-LONGEST = 160  # letters of a name that are looked at
+SMALL = 10  # font size at marks and ticks
+LONGEST = 160  # letters of a name that are measured
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plot:
-    """A figure, and what it shows in words."""
+    """A figure, and a description in words."""
 
     name: str
     title: str
@@ -35,16 +36,21 @@ class Plot:
     caption: str = ""
 
 
+def figure_of(width: int, height: float) -> Figure:
+    """Returns an empty figure of a size in pixels."""
+    return Figure(figsize=(width / DPI, height / DPI), dpi=DPI)
+
+
 def one_axes(width: int, height: int, margins: tuple[float, float, float, float]) -> tuple[Figure, "Axes"]:
-    """A figure with one pair of axes; margins are left, right, top, bottom."""
+    """Returns a figure with one pair of axes; margins are left, right, top, bottom."""
     left, right, top, bottom = margins
-    figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI)
+    figure = figure_of(width, height)
     box = (left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height)
     return figure, figure.add_axes(box)
 
 
 def spare(axes: "Axes") -> None:
-    """Only the ink that says something."""
+    """Removes all lines that carry no information."""
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(length=0, labelsize=SMALL)
@@ -53,38 +59,57 @@ def spare(axes: "Axes") -> None:
 
 @lru_cache(maxsize=4096)
 def text_width(text: str, size: float, weight: str = "normal") -> float:
-    """Of a text in pixels of the page."""
+    """Returns the width of a text in pixels of the page."""
     font = FontProperties(family="DejaVu Sans", size=size, weight=weight)
     return float(text_to_path.get_text_width_height_descent(text, font, False)[0])
 
 
 def one_line(text: str) -> str:
-    """A name in one line, of a length that can be measured."""
-    text = " ".join(plain(text).split())
-    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]}…{text[-LONGEST // 2 :]}"
+    """Returns a name in one line, short enough to measure."""
+    line = " ".join(plain(text).split())
+    return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]}…{line[-LONGEST // 2 :]}"
+
+
+def name_width(names: Iterable[str], width: int) -> float:
+    """Returns the room for names at the left of a plot: as wide as the longest, up to a third of the plot."""
+    return min(max(text_width(one_line(name), SMALL) for name in names) + 12, width * 0.34)
+
+
+def legend(figure: Figure, handles: Sequence[Any], columns: int, **style: Any) -> None:
+    """Draws a legend at the upper left of a figure."""
+    figure.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(0, 1),
+        ncols=columns,
+        frameon=False,
+        fontsize=SMALL,
+        borderaxespad=0,
+        **style,
+    )
 
 
 def shortened(text: str, room: float, weight: str = "normal") -> str:
-    """A name that fits, without its middle: beginnings and ends tell files apart."""
-    text = one_line(text)
-    for kept in range(len(text), 3, -1):
-        shown = text if kept == len(text) else f"{text[: ceil(kept / 2)]}…{text[len(text) - kept // 2 :]}"
+    """Returns a name that fits, without its middle: beginnings and ends distinguish files."""
+    line = one_line(text)
+    for kept in range(len(line), 3, -1):
+        shown = line if kept == len(line) else f"{line[: ceil(kept / 2)]}…{line[len(line) - kept // 2 :]}"
         if text_width(shown, SMALL, weight) <= room:
             return shown
-    return text[:3]
+    return line[:3]
 
 
 def round_numbers(low: float, high: float, most: int) -> list[float]:
-    """Numbers for an axis by powers: of the finest of these ladders that has no more than `most` of them."""
+    """Returns numbers for a logarithmic axis, from the finest ladder with at most `most` of them."""
     powers = range(floor(log10(low)), ceil(log10(high)) + 1)
     ladders = ((1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 1.5, 2, 3, 4, 6, 8), (1, 2, 4, 7), (1, 2, 5), (1, 3), (1,))
-    found: list[float] = []
+    numbers: list[float] = []
     for ladder in ladders:
-        found = [step * 10.0**power for power in powers for step in ladder if low <= step * 10.0**power <= high]
-        if len(found) <= most:
-            return found
-    return found[:: ceil(len(found) / most)]
+        numbers = [step * 10.0**power for power in powers for step in ladder if low <= step * 10.0**power <= high]
+        if len(numbers) <= most:
+            return numbers
+    return numbers[:: ceil(len(numbers) / most)]
 
 
-def role_of(row: Row) -> str:
+def role_of(row: FileRow) -> str:
     return "peer" if row.peer else "ours"

@@ -1,7 +1,7 @@
-"""Colours, and how a figure becomes part of a page or of a picture.
+"""Colours, and the conversion of a figure into part of a page or of a picture.
 
-Every colour has a role. Figures are drawn in the light colours; in the page each becomes `var(--role)`, so that the
-same drawing follows the reader's light or dark scheme, and a picture shows the light one.
+Every colour has a role. Figures are drawn in the light colours; in the page each becomes `var(--role)`, so that a
+drawing follows the reader's light or dark scheme. A picture shows the light colours.
 """
 
 import io
@@ -23,7 +23,7 @@ STEPS = 9  # of a heat map
 DPI = 72  # one unit of a drawing is one pixel of the page
 SHARP = 2  # pixels of the picture for one of the page
 
-# Role -> light, dark.
+# role -> light, dark
 PLAIN = {
     "surface": ("#ffffff", "#14171c"),
     "ink": ("#1b1f26", "#e7eaef"),
@@ -37,7 +37,7 @@ PLAIN = {
     "fourth": ("#7a58bd", "#b39cf2"),
     "fifth": ("#6b7380", "#8b94a2"),
 }
-# The least is near the surface and the most far from it, in both schemes.
+# the least is close to the surface colour, the most far from it, in both schemes
 RAMPS = {
     "warm": (("#fdf3e1", "#ee9a3a", "#7a1f04"), ("#2a241d", "#c9641a", "#ffe2ae")),
     "cool": (("#eaf2fe", "#4f8ee2", "#0a2f6e"), ("#1c2530", "#3d78c9", "#d5e6ff")),
@@ -67,22 +67,22 @@ def light(role: str) -> str:
 
 
 def variables(scheme: int) -> str:
-    """The colours of a scheme (0 light, 1 dark) for the style sheet."""
+    """Returns the colours of a scheme (0 light, 1 dark) for the style sheet."""
     return "".join(f"--{role}:{colours[scheme]};" for role, colours in PALETTE.items())
 
 
 @contextmanager
 def settings() -> Iterator[None]:
-    """Matplotlib as it comes, whatever the reader's own settings are; names such as `$x$` are no formulas."""
+    """Resets matplotlib to its defaults inside a `with`, whatever the user's settings; `$x$` is no formula."""
     with matplotlib.rc_context(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # the page has the reader's own fonts
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # the page uses the reader's fonts
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(
             {
                 "svg.hashsalt": "quantry",
                 "svg.fonttype": "none",
                 "text.parse_math": False,
-                "font.family": ["DejaVu Sans"],  # comes with matplotlib: labels take the same room on every machine
+                "font.family": ["DejaVu Sans"],  # part of matplotlib: labels take the same room on every machine
                 "font.size": 11,
                 "text.color": light("ink"),
                 "axes.edgecolor": light("lines"),
@@ -96,7 +96,7 @@ def settings() -> Iterator[None]:
 
 
 def svg(figure: "Figure", name: str, title: str, about: str) -> str:
-    """The drawing as an element of a page: no ids but its own, colours by role, words for those who cannot see it."""
+    """Returns the drawing as an element of a page: unique ids, colours by role, a description for screen readers."""
     stored = io.BytesIO()
     figure.savefig(stored, format="svg", transparent=True)
     root = ElementTree.fromstring(stored.getvalue())
@@ -112,7 +112,7 @@ def svg(figure: "Figure", name: str, title: str, about: str) -> str:
 
 
 def pixels(figure: "Figure") -> "NDArray[np.uint8]":
-    """The drawing as rows of RGB pixels, in the light colours."""
+    """Returns the drawing as rows of RGB pixels, in the light colours."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     figure.set_facecolor(light("surface"))
@@ -123,12 +123,14 @@ def pixels(figure: "Figure") -> "NDArray[np.uint8]":
 
 
 def _tidy(root: ElementTree.Element, name: str) -> None:
-    """No date or maker, plain tags, only ids that are pointed at, two decimals, colours by role."""
+    """Drops date and creator, keeps plain tags, ids that are referenced and two decimals, and names colours by role."""
     for parent in list(root.iter()):
         for child in list(parent):
             if child.tag.endswith(("}style", "}metadata")):
                 parent.remove(child)
-    used = set(re.findall(r"#([\w-]+)\)?", " ".join(value for one in root.iter() for value in one.attrib.values())))
+    used = set(
+        re.findall(r"#([\w-]+)\)?", " ".join(value for element in root.iter() for value in element.attrib.values()))
+    )
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
         for key, value in list(element.attrib.items()):
@@ -137,7 +139,7 @@ def _tidy(root: ElementTree.Element, name: str) -> None:
             if kept is not None:
                 element.set(*kept)
         if element.tag != "text":
-            element.text = None  # line ends between the elements
+            element.text = None  # line breaks between the elements
         element.tail = None
 
 
@@ -152,17 +154,17 @@ def _attribute(key: str, value: str, name: str, used: set[str]) -> tuple[str, st
         return key, re.sub(r"#[0-9a-f]{6}", _by_role, re.sub(r"font(-family)?: [^;]*'[^;]*;? ?", _size, value))
     if key in ("d", "transform", "x", "y"):
         return key, re.sub(
-            r"-?\d+\.\d+", lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), " ".join(value.split())
+            r"-?\d+\.\d+", lambda number: f"{float(number[0]):.2f}".rstrip("0").rstrip("."), " ".join(value.split())
         )
     return key, value
 
 
-def _by_role(found: re.Match[str]) -> str:
-    return f"var(--{ROLES[found[0]]})" if found[0] in ROLES else found[0]
+def _by_role(colour: re.Match[str]) -> str:
+    return f"var(--{ROLES[colour[0]]})" if colour[0] in ROLES else colour[0]
 
 
-def _size(found: re.Match[str]) -> str:
-    """Of a font only its size and weight: the family is the page's."""
-    size = re.search(r"[\d.]+px", found[0])
-    weight = re.search(r"\b(bold|[5-9]00)\b", found[0])
+def _size(font: re.Match[str]) -> str:
+    """Keeps the size and weight of a font: the family is the page's."""
+    size = re.search(r"[\d.]+px", font[0])
+    weight = re.search(r"\b(bold|[5-9]00)\b", font[0])
     return (f"font-size: {size[0]}; " if size else "") + (f"font-weight: {weight[0]}; " if weight else "")

@@ -1,4 +1,4 @@
-"""Where the names of points go, so that no name lies on another or on a mark. Plain geometry in pixels."""
+"""Placing the names of points so that no name covers another name or a mark. Plain geometry in pixels."""
 
 from collections.abc import Iterator, Sequence
 from math import hypot
@@ -6,10 +6,10 @@ from math import hypot
 Box = tuple[float, float, float, float]  # left, bottom, right, top
 Point = tuple[float, float]
 
-# Right above first: a frontier falls to the right, so that its line leaves a point rightwards or downwards.
+# right above first: a frontier falls to the right, so its line leaves a point rightwards or downwards
 DIRECTIONS = ((1, 1), (1, 0), (-1, -1), (-1, 0), (0, 1), (0, -1), (-1, 1), (1, -1))
 DISTANCES = (7.0, 10.0, 16.0, 26.0, 38.0)
-BESIDE = 12.0  # a label further away has a leader, which covers nothing either
+CLOSE = 12.0  # a label further away gets a leader, which covers nothing either
 
 
 def overlap(a: Box, b: Box) -> bool:
@@ -19,12 +19,12 @@ def overlap(a: Box, b: Box) -> bool:
 def place(
     points: Sequence[Point], sizes: Sequence[Point], frame: Box, marks: Sequence[Box], lines: Sequence[Box] = ()
 ) -> list[Box | None]:
-    """The box of every label, in the order of importance; None for one that finds no room.
+    """Returns the box of every label, in the order of importance; None for a label without room.
 
-    `marks` are never covered, `lines` only where there is no other place.
+    `marks` are never covered, `lines` only if there is no other place.
     """
     placed: list[Box] = []
-    found: list[Box | None] = []
+    boxes: list[Box | None] = []
     for point, size in zip(points, sizes, strict=True):
         taken = [*marks, *placed]
         others = [box for box in taken if not _holds(box, point)]
@@ -38,22 +38,22 @@ def place(
         best = next((box for box in choices if not _hits(box, lines)), choices[0] if choices else None)
         if best is not None:
             placed += [best, *leader(best, point)]
-        found.append(best)
-    return found
+        boxes.append(best)
+    return boxes
 
 
 def leader(box: Box, point: Point) -> list[Box]:
-    """The line from a label to its point, as small boxes; none where they are beside each other."""
-    if apart(box, point) <= BESIDE:
+    """Returns the line from a label to its point as small boxes; none if they are close."""
+    if apart(box, point) <= CLOSE:
         return []
     end = nearest(box, point)
-    shares = [step / 12 for step in range(3, 12)]  # it begins outside the mark
+    shares = [step / 12 for step in range(3, 12)]  # it starts outside the mark
     spots = [(point[0] + (end[0] - point[0]) * share, point[1] + (end[1] - point[1]) * share) for share in shares]
     return [(x - 0.5, y - 0.5, x + 0.5, y + 0.5) for x, y in spots]
 
 
 def nearest(box: Box, point: Point) -> Point:
-    """The point of a box that is nearest to a point: where a leader ends."""
+    """Returns the point of a box that is nearest to a point: the end of a leader."""
     return min(max(point[0], box[0]), box[2]), min(max(point[1], box[1]), box[3])
 
 

@@ -3,30 +3,33 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, log
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
-from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch, Rectangle
 from matplotlib.path import Path
 from matplotlib.transforms import Affine2D
 
 from quantry.report.content import BlockMap, modules_of, plain
-from quantry.report.drawing import SMALL, WIDE, Plot, one_line, shortened, spare, text_width
-from quantry.report.ink import DPI, STEPS, light
+from quantry.report.drawing import SMALL, WIDE, Plot, name_width, one_axes, shortened, spare, text_width
+from quantry.report.ink import STEPS, light
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+TOP, BOTTOM, RIGHT = 50, 34, 14  # margins of a map
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
-    """How the values of a map fall into the steps of its colours."""
+class ColourSteps:
+    """The colour step of each value of a map."""
 
     low: float
     high: float
     logarithmic: bool
 
     def of(self, value: float) -> int:
+        """Returns the step of a value, from 0 on."""
         if self.high <= self.low:
             return STEPS // 2
         if self.logarithmic:
@@ -36,32 +39,52 @@ class Steps:
         return min(int(share * STEPS), STEPS - 1)
 
 
-def steps_of(values: Sequence[float]) -> Steps:
-    """By powers where the values span more than a factor of 20, of which at most six decades are told apart."""
+@dataclass(frozen=True, slots=True)
+class _HeatMap:
+    """The cells of a map, and its measures in pixels."""
+
+    cells: Mapping[tuple[str, str], float]
+    blocks: Sequence[str]
+    modules: Sequence[str]
+    steps: ColourSteps
+    ramp: str
+    room: float  # for the names of modules, at the left
+    across: float  # width of a cell
+    tall: float  # height of a cell
+
+    def spots(self) -> list[tuple[int, int, float]]:
+        """Returns the column, the line and the value of every cell."""
+        columns, lines = ({name: at for at, name in enumerate(names)} for names in (self.blocks, self.modules))
+        return [(columns[block], lines[module], value) for (block, module), value in self.cells.items()]
+
+
+def steps_of(values: Sequence[float]) -> ColourSteps:
+    """Returns steps by powers if the values span more than a factor of 20, over at most six decades."""
     positive = [value for value in values if value > 0]
     high = max(values)
     if positive and high / min(positive) > 20:
-        return Steps(max(min(positive), high / 1e6), high, True)
-    return Steps(min(values), high, False)
+        return ColourSteps(max(min(positive), high / 1e6), high, True)
+    return ColourSteps(min(values), high, False)
 
 
-def heat(found: BlockMap, width: int, name: str, title: str, ramp: str) -> Plot | None:
-    """Blocks from left to right, modules from top to bottom."""
-    cells = {(block, module): float(value) for block, row in found.items() for module, value in row.items()}
+def heat(values: BlockMap, width: int, name: str, title: str, ramp: str) -> Plot | None:
+    """Draws a map, or returns None if it has no cells."""
+    cells = {(block, module): float(value) for block, row in values.items() for module, value in row.items()}
     if not cells:
         return None
-    blocks, modules = list(found), modules_of(found)
+    blocks, modules = list(values), modules_of(values)
     tall = min(520 / len(modules), 22.0)
-    height = ceil(tall * len(modules)) + 84
-    figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI)
-    room = min(max(text_width(one_line(module), SMALL) for module in modules) + 12, width * 0.34)
-    axes = figure.add_axes((room / width, 34 / height, (width - room - 14) / width, tall * len(modules) / height))
-    steps = steps_of(list(cells.values()))
-    _cells(axes, cells, blocks, modules, steps, ramp)
-    _map_axes(axes, blocks, modules, (width - room - 14) / len(blocks), tall, room)
+    height = ceil(tall * len(modules)) + TOP + BOTTOM
+    room = name_width(modules, width)
+    figure, axes = one_axes(width, height, (room, RIGHT, height - BOTTOM - tall * len(modules), BOTTOM))
+    drawn = _HeatMap(
+        cells, blocks, modules, steps_of(list(cells.values())), ramp, room, (width - room - RIGHT) / len(blocks), tall
+    )
+    _cells(axes, drawn)
+    _map_axes(axes, drawn)
     if name == "bits":
-        _cell_words(axes, cells, blocks, modules, steps, (width - room - 14) / len(blocks), tall)
-    _scale(figure, steps, ramp, width, height, room)
+        _cell_words(axes, drawn)
+    _scale(figure, drawn, width, height)
     worst = max(cells, key=lambda cell: cells[cell])
     about = (
         f"A map of {len(blocks)} blocks by {len(modules)} modules,"
@@ -70,95 +93,60 @@ def heat(found: BlockMap, width: int, name: str, title: str, ramp: str) -> Plot 
     return Plot(name, title, about, figure)
 
 
-def _cells(
-    axes: "Axes",
-    cells: Mapping[tuple[str, str], float],
-    blocks: Sequence[str],
-    modules: Sequence[str],
-    steps: Steps,
-    ramp: str,
-) -> None:
-    """One shape for all cells of a step: hundreds of blocks stay a small page."""
-    columns, lines = ({name: at for at, name in enumerate(names)} for names in (blocks, modules))
+def _cells(axes: "Axes", drawn: _HeatMap) -> None:
+    """Draws one shape for all cells of a step: hundreds of blocks stay a small page."""
     groups: dict[int, list[tuple[int, int]]] = {}
-    for (block, module), value in cells.items():
-        groups.setdefault(steps.of(value), []).append((columns[block], lines[module]))
+    for column, line, value in drawn.spots():
+        groups.setdefault(drawn.steps.of(value), []).append((column, line))
     for step, spots in sorted(groups.items()):
-        squares = [Path.unit_rectangle().transformed(_shift(*spot)) for spot in spots]
-        axes.add_patch(
-            PathPatch(Path.make_compound_path(*squares), fc=light(f"{ramp}-{step}"), ec=light("surface"), lw=0.5)
-        )
-    axes.set_xlim(0, len(blocks))
-    axes.set_ylim(len(modules), 0)
+        squares = [Path.unit_rectangle().transformed(Affine2D().translate(*spot)) for spot in spots]
+        colour = light(f"{drawn.ramp}-{step}")
+        axes.add_patch(PathPatch(Path.make_compound_path(*squares), fc=colour, ec=light("surface"), lw=0.5))
+    axes.set_xlim(0, len(drawn.blocks))
+    axes.set_ylim(len(drawn.modules), 0)
 
 
-def _shift(x: float, y: float) -> Any:
-    return Affine2D().translate(x, y)
-
-
-def _map_axes(
-    axes: "Axes", blocks: Sequence[str], modules: Sequence[str], across: float, tall: float, room: float
-) -> None:
-    """Names at every cell, or at every second, fifth, ... where they would touch."""
+def _map_axes(axes: "Axes", drawn: _HeatMap) -> None:
+    """Writes names at every cell, or at every second, fifth, ... if they would touch."""
     spare(axes)
     axes.spines["bottom"].set_visible(False)
-    widest = max(text_width(plain(block)[:12], SMALL) for block in blocks) + 6
-    every = next((step for step in (1, 2, 4, 5, 8, 10, 16, 20, 32, 50) if step * across >= widest), len(blocks))
-    shown = list(range(0, len(blocks), every))
-    axes.set_xticks([at + 0.5 for at in shown], [plain(blocks[at])[:12] for at in shown])
-    skip = max(1, ceil(12 / tall))
-    lines = list(range(0, len(modules), skip))
-    axes.set_yticks([at + 0.5 for at in lines], [shortened(modules[at], room - 8) for at in lines])
+    names = [plain(block)[:12] for block in drawn.blocks]
+    widest = max(text_width(name, SMALL) for name in names) + 6
+    every = next((step for step in (1, 2, 4, 5, 8, 10, 16, 20, 32, 50) if step * drawn.across >= widest), len(names))
+    shown = range(0, len(names), every)
+    axes.set_xticks([at + 0.5 for at in shown], [names[at] for at in shown])
+    lines = range(0, len(drawn.modules), max(1, ceil(12 / drawn.tall)))
+    axes.set_yticks([at + 0.5 for at in lines], [shortened(drawn.modules[at], drawn.room - 8) for at in lines])
     axes.tick_params(axis="y", labelcolor=light("ink"))
     axes.set_xlabel("block", fontsize=SMALL)
 
 
-def _cell_words(
-    axes: "Axes",
-    cells: Mapping[tuple[str, str], float],
-    blocks: Sequence[str],
-    modules: Sequence[str],
-    steps: Steps,
-    across: float,
-    tall: float,
-) -> None:
-    """The figures in the cells, if all of them fit."""
-    widest = max(text_width(f"{value:.3g}", 8) for value in set(cells.values()))
-    if widest + 2 > across or tall < 12:
+def _cell_words(axes: "Axes", drawn: _HeatMap) -> None:
+    """Writes the figures into the cells, if all of them fit."""
+    widest = max(text_width(f"{value:.3g}", 8) for value in set(drawn.cells.values()))
+    if widest + 2 > drawn.across or drawn.tall < 12:
         return
-    columns, lines = ({name: at for at, name in enumerate(names)} for names in (blocks, modules))
-    for (block, module), value in cells.items():
-        colour = light("surface" if steps.of(value) >= STEPS // 2 else "ink")
-        axes.text(
-            columns[block] + 0.5,
-            lines[module] + 0.5,
-            f"{value:.3g}",
-            ha="center",
-            va="center",
-            fontsize=8,
-            color=colour,
-        )
+    for column, line, value in drawn.spots():
+        colour = light("surface" if drawn.steps.of(value) >= STEPS // 2 else "ink")
+        axes.text(column + 0.5, line + 0.5, f"{value:.3g}", ha="center", va="center", fontsize=8, color=colour)
 
 
-def _scale(figure: Figure, steps: Steps, ramp: str, width: int, height: int, room: float) -> None:
-    """The colours with the least and the most, above the map."""
+def _scale(figure: "Figure", drawn: _HeatMap, width: int, height: int) -> None:
+    """Draws the colours with the least and the most, above the map."""
+    steps, y = drawn.steps, height - 24
+
+    def write(x: float, words: str, side: Literal["left", "right"]) -> None:
+        figure.text(x / width, (y + 6) / height, words, ha=side, va="center", fontsize=SMALL, color=light("muted"))
+
     low, high = f"{steps.low:.3g}", f"{steps.high:.3g}"
+    if steps.high <= steps.low:
+        write(drawn.room, f"all {high}", "left")
+        return
     step = 18 if width == WIDE else 12
-    begin = room + text_width(low, SMALL) + 8
-    y = height - 24
-    for at in range(STEPS if steps.high > steps.low else 0):
-        spot = ((begin + at * step) / width, y / height)
-        figure.add_artist(
-            Rectangle(
-                spot, step / width, 12 / height, fc=light(f"{ramp}-{at}"), ec="none", transform=figure.transFigure
-            )
-        )
-    end = begin + step * STEPS + 8
-    if steps.high > steps.low:
-        figure.text(
-            (begin - 8) / width, (y + 6) / height, low, ha="right", va="center", fontsize=SMALL, color=light("muted")
-        )
-        high += ", by powers" if steps.logarithmic else ""
-        figure.text(end / width, (y + 6) / height, high, ha="left", va="center", fontsize=SMALL, color=light("muted"))
-    else:
-        figure.text(room / width, (y + 6) / height, f"all {high}", va="center", fontsize=SMALL, color=light("muted"))
+    begin = drawn.room + text_width(low, SMALL) + 8
+    for at in range(STEPS):
+        spot, colour = ((begin + at * step) / width, y / height), light(f"{drawn.ramp}-{at}")
+        box = Rectangle(spot, step / width, 12 / height, fc=colour, ec="none", transform=figure.transFigure)
+        figure.add_artist(box)
+    write(begin - 8, low, "right")
+    write(begin + step * STEPS + 8, high + (", by powers" if steps.logarithmic else ""), "left")

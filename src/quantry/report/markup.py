@@ -1,6 +1,6 @@
-"""What pages are made of: the document, sections, figures, tables, lists. `escaped` is what all text passes.
+"""The elements of pages: document, sections, figures, tables, lists. All text passes through `escaped`.
 
-There is no script, and the page forbids any: what a model is called cannot run.
+A page has no script and forbids any, so that the name of a model cannot run as code.
 """
 
 import html
@@ -14,7 +14,7 @@ from quantry.report.content import plain
 from quantry.report.drawing import Plot
 from quantry.report.ink import svg, variables
 
-# Contrast with the surface of at least 4.5 in both schemes.
+# contrast with the surface is at least 4.5 in both schemes
 SIGNALS = (("good", "#13733a", "#58cf85"), ("bad", "#b3201b", "#ff8a80"), ("warn", "#8a5a00", "#e8b04a"))
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
@@ -39,12 +39,12 @@ _DOCUMENT = """<!doctype html>
 
 
 def document(title: str, sections: Iterable[str]) -> str:
-    """The whole page; empty sections are left out."""
+    """Returns the whole page, without empty sections."""
     return _DOCUMENT.format(title=escaped(title), policy=POLICY, style=_style(), body="\n".join(filter(None, sections)))
 
 
 def escaped(value: object) -> str:
-    """As HTML shows it."""
+    """Returns text with HTML's special characters escaped."""
     return html.escape(plain(str(value)), quote=True)
 
 
@@ -54,23 +54,23 @@ def section(title: str, *parts: str) -> str:
 
 
 def figure(wide: Plot, narrow: Plot) -> str:
-    """Both drawings; the style sheet shows the one that suits and hides the other, from screen readers too."""
+    """Returns both drawings; the style sheet shows the one that fits and hides the other, from screen readers too."""
     drawings = "".join(
-        f'<div class="{kind}">{svg(plot.figure, f"{plot.name}-{kind}", plain(plot.title), plain(plot.about))}</div>'
-        f'{f"""<figcaption class="caption {kind}">{escaped(plot.caption)}</figcaption>""" if plot.caption else ""}'
-        for kind, plot in (("wide", wide), ("narrow", narrow))
+        f'<div class="{size}">{svg(plot.figure, f"{plot.name}-{size}", plain(plot.title), plain(plot.about))}</div>'
+        f'{f"""<figcaption class="caption {size}">{escaped(plot.caption)}</figcaption>""" if plot.caption else ""}'
+        for size, plot in (("wide", wide), ("narrow", narrow))
     )
     return f'<figure id="{wide.name}">{drawings}</figure>'
 
 
-def table(columns: Sequence[str], lines: Iterable[str], kind: str = "", caption: str = "") -> str:
+def table(columns: Sequence[str], lines: Iterable[str], style: str = "", caption: str = "") -> str:
     heads = "".join(f'<th scope="col">{escaped(name)}</th>' for name in columns)
     words = f"<caption>{escaped(caption)}</caption>" if caption else ""
     body = "\n".join(lines)
-    # A region that scrolls can be reached by keyboard.
+    # a region that scrolls must be reachable by keyboard
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escaped(caption or "table")}">'
-        f'<table{f""" class="{kind}" """ if kind else ""}>{words}<thead><tr>{heads}</tr></thead>\n'
+        f'<table{f""" class="{style}" """ if style else ""}>{words}<thead><tr>{heads}</tr></thead>\n'
         f"<tbody>{body}</tbody></table></div>"
     )
 
@@ -80,19 +80,19 @@ def bullets(items: Sequence[str]) -> str:
 
 
 def nested(value: Any) -> str:
-    """Plain data as lists within lists."""
+    """Returns plain data as lists within lists."""
     if isinstance(value, Mapping):
-        inner = "".join(f"<dt>{escaped(_field(str(name)))}</dt><dd>{nested(one)}</dd>" for name, one in value.items())
+        inner = "".join(f"<dt>{escaped(_field(str(name)))}</dt><dd>{nested(item)}</dd>" for name, item in value.items())
         return f"<dl>{inner}</dl>" if inner else "–"
     if isinstance(value, (list, tuple)):
-        if all(isinstance(one, (str, int, float)) or one is None for one in value):
+        if all(isinstance(item, (str, int, float)) or item is None for item in value):
             return escaped(", ".join(map(str, value))) or "–"
-        return "<ul>" + "".join(f"<li>{nested(one)}</li>" for one in value) + "</ul>"
+        return "<ul>" + "".join(f"<li>{nested(item)}</li>" for item in value) + "</ul>"
     return "–" if value is None or value == "" else escaped(value)
 
 
 def _field(name: str) -> str:
-    """The name of a field in words; names of files and types are left as they are."""
+    """Returns the name of a field in words; names of files and types stay unchanged."""
     return name.replace("_", " ") if re.fullmatch("[a-z_]+", name) else name
 
 
@@ -100,5 +100,5 @@ def _field(name: str) -> str:
 def _style() -> str:
     light, dark = (variables(at) + "".join(f"--{row[0]}:{row[1 + at]};" for row in SIGNALS) for at in (0, 1))
     sheet = files("quantry.report").joinpath("page.css").read_text(encoding="utf-8")
-    # Paper is white: the dark colours are for screens only.
+    # paper is white: the dark colours are for screens only
     return f":root{{{light}}}@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}\n{sheet}"

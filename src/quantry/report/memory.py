@@ -1,4 +1,4 @@
-"""Memory as stacked bars, predicted above measured, beside what the device has."""
+"""Memory as stacked bars, predicted above measured, with the capacity of the device."""
 
 from collections.abc import Mapping, Sequence
 from math import ceil
@@ -8,14 +8,14 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from quantry.report.content import Memory, plain
-from quantry.report.drawing import SMALL, WIDE, Plot, one_axes, spare, text_width
+from quantry.report.drawing import SMALL, WIDE, Plot, legend, one_axes, spare, text_width
 from quantry.report.ink import light
 from quantry.report.sizes import human, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PARTS = {  # of memory: what it is called, and its colour
+PARTS = {  # part of memory -> its name and its colour
     "weights": ("weights", "ours"),
     "kv_cache": ("KV cache", "second"),
     "activations": ("activations", "third"),
@@ -24,43 +24,33 @@ PARTS = {  # of memory: what it is called, and its colour
 }
 
 
-def memory(found: Memory, width: int) -> Plot | None:
-    """Stacked parts, predicted above measured, beside the capacity of the device."""
-    sides = [(side, parts) for side, parts in (("predicted", found.predicted), ("measured", found.measured)) if parts]
+def memory_bars(memory: Memory, width: int) -> Plot | None:
+    """Draws the parts of memory, or returns None if there are none."""
+    sides = [(side, parts) for side, parts in (("predicted", memory.predicted), ("measured", memory.measured)) if parts]
     if not sides:
         return None
     names = list(dict.fromkeys(name for _, parts in sides for name in parts))
     lines = _legend_lines(names, width)
     height = 46 * len(sides) + 62 + 18 * lines
     figure, axes = one_axes(width, height, (72, 20, 24 + 18 * lines, 40))
-    most = max(*(sum(parts.values()) for _, parts in sides), found.capacity or 0)
+    most = max(*(sum(parts.values()) for _, parts in sides), memory.capacity or 0)
     size, unit = unit_of(most)
-    limit = max(most / size, 1e-9) * (1.04 if found.capacity else 1.16)
+    limit = max(most / size, 1e-9) * (1.04 if memory.capacity else 1.16)
     axes.set_xlim(0, limit)
     axes.set_ylim(len(sides) - 0.5, -0.5)
     inside = width - 92
     for at, (_, parts) in enumerate(sides):
         _stack(axes, at, parts, size, inside / limit)
-    if found.capacity:
-        _capacity(axes, found, size, limit, inside)
+    if memory.capacity:
+        _capacity(axes, memory, size, limit, inside)
     spare(axes)
     axes.set_yticks(range(len(sides)), [side for side, _ in sides], fontsize=11, color=light("ink"))
     axes.xaxis.set_major_locator(MaxNLocator(6 if width == WIDE else 4))
     axes.set_xlabel(unit, fontsize=SMALL)
     handles = [Patch(color=light(_part(name)[1]), label=_part(name)[0]) for name in names]
-    figure.legend(
-        handles=handles,
-        loc="upper left",
-        bbox_to_anchor=(0, 1),
-        ncols=ceil(len(names) / lines),
-        frameon=False,
-        fontsize=SMALL,
-        borderaxespad=0,
-        handlelength=1,
-        columnspacing=1.2,
-    )
+    legend(figure, handles, ceil(len(names) / lines), handlelength=1, columnspacing=1.2)
     return Plot(
-        "memory", "Memory" + (f" on {found.device}" if found.device else ""), _memory_words(found, sides), figure
+        "memory", "Memory" + (f" on {memory.device}" if memory.device else ""), _memory_words(memory, sides), figure
     )
 
 
@@ -73,7 +63,7 @@ def _legend_lines(names: Sequence[str], width: int) -> int:
 
 
 def _stack(axes: "Axes", at: int, parts: Mapping[str, int], size: int, scale: float) -> None:
-    """One bar; the words of a part stand in it where they have room. `scale` is pixels for a unit."""
+    """Draws one bar, with words in each part that has room for them; `scale` is pixels per unit."""
     left = 0.0
     for name, value in parts.items():
         part = value / size
@@ -96,10 +86,10 @@ def _stack(axes: "Axes", at: int, parts: Mapping[str, int], size: int, scale: fl
     )
 
 
-def _capacity(axes: "Axes", found: Memory, size: int, limit: float, inside: float) -> None:
-    spot = (found.capacity or 0) / size
+def _capacity(axes: "Axes", memory: Memory, size: int, limit: float, inside: float) -> None:
+    spot = (memory.capacity or 0) / size
     axes.axvline(spot, color=light("ink"), lw=1.5, ls=(0, (3, 2)), zorder=4)
-    words = f"capacity {human(found.capacity or 0)}"
+    words = f"capacity {human(memory.capacity or 0)}"
     right = spot / limit * inside > text_width(words, SMALL)
     axes.annotate(
         words,
@@ -113,10 +103,10 @@ def _capacity(axes: "Axes", found: Memory, size: int, limit: float, inside: floa
     )
 
 
-def _memory_words(found: Memory, sides: Sequence[tuple[str, Mapping[str, int]]]) -> str:
+def _memory_words(memory: Memory, sides: Sequence[tuple[str, Mapping[str, int]]]) -> str:
     words = [
         f"{side}: {', '.join(f'{_part(name)[0]} {human(value)}' for name, value in parts.items())},"
         f" {human(sum(parts.values()))} in all"
         for side, parts in sides
     ]
-    return "; ".join(words) + (f"; the device has {human(found.capacity)}." if found.capacity else ".")
+    return "; ".join(words) + (f"; the device has {human(memory.capacity)}." if memory.capacity else ".")

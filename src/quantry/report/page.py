@@ -1,9 +1,9 @@
-"""The page: sections in the order in which a colleague asks."""
+"""The page: sections in the order of a reader's questions."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from quantry.report.content import BlockMap, Content, Interval, Memory, Row, modules_of
+from quantry.report.content import BlockMap, Content, FileRow, Interval, Memory, modules_of
 from quantry.report.drawing import NARROW, WIDE
 from quantry.report.ink import settings
 from quantry.report.markup import bullets, document, escaped, figure, nested, section, table
@@ -54,24 +54,24 @@ def _head(content: Content) -> str:
 
 
 def _tiles(content: Content) -> str:
-    """What one wants to know of the file that the report is about."""
+    """Returns the key figures of the file that the report is about."""
     row = content.chosen
     if row is None:
         return ""
-    found: list[tuple[str, str]] = [(human(row.bytes), "size")]
+    tiles: list[tuple[str, str]] = [(human(row.bytes), "size")]
     if row.bits_per_weight is not None:
-        found.append((f"{row.bits_per_weight:.3g}", "bits a weight"))
+        tiles.append((f"{row.bits_per_weight:.3g}", "bits a weight"))
     if row.judged is not None:
-        found.append(
+        tiles.append(
             (f"{row.judged:.3g}", "KL divergence, as served" if row.served_kl is not None else "KL divergence")
         )
     if row.top1 is not None:
-        found.append((f"{row.top1:.1%}", "same first token"))
+        tiles.append((f"{row.top1:.1%}", "same first token"))
     if row.perplexity is not None:
-        found.append((f"{row.perplexity:.4g}", _against(row.perplexity, content.reference_perplexity)))
-    tiles = "".join(f"<li><b>{escaped(value)}</b><span>{escaped(words)}</span></li>" for value, words in found)
+        tiles.append((f"{row.perplexity:.4g}", _against(row.perplexity, content.reference_perplexity)))
+    items = "".join(f"<li><b>{escaped(value)}</b><span>{escaped(words)}</span></li>" for value, words in tiles)
     name = f'<p class="caption">{escaped(row.name)}</p>' if row.name not in content.title else ""
-    return f'<ul class="tiles">{tiles}</ul>{name}'
+    return f'<ul class="tiles">{items}</ul>{name}'
 
 
 def _against(perplexity: float, reference: float | None) -> str:
@@ -79,7 +79,7 @@ def _against(perplexity: float, reference: float | None) -> str:
 
 
 def _sizes(content: Content, figures: Mapping[str, str]) -> str:
-    columns: dict[str, Callable[[Row], str]] = {
+    columns: dict[str, Callable[[FileRow], str]] = {
         "size": lambda row: human(row.bytes),
         "bits a weight": lambda row: _number(row.bits_per_weight, ".3f"),
         "KL, decoded": lambda row: _spanned(row.kl, row.kl_interval, ".3g"),
@@ -95,7 +95,7 @@ def _sizes(content: Content, figures: Mapping[str, str]) -> str:
 
 
 def _quality(content: Content, figures: Mapping[str, str]) -> str:
-    columns: dict[str, Callable[[Row], str]] = {
+    columns: dict[str, Callable[[FileRow], str]] = {
         "perplexity": lambda row: _spanned(row.perplexity, row.perplexity_interval, ".4g"),
         "same first token": lambda row: _spanned(row.top1, row.top1_interval, ".1%"),
     }
@@ -103,8 +103,8 @@ def _quality(content: Content, figures: Mapping[str, str]) -> str:
     return section("Quality", figures.get("quality", ""), rows)
 
 
-def _rows(content: Content, columns: Mapping[str, Callable[[Row], str]]) -> str:
-    """A table of the files, smallest first; a column that nobody has a figure for is left out."""
+def _rows(content: Content, columns: Mapping[str, Callable[[FileRow], str]]) -> str:
+    """Returns a table of the files, smallest first, without columns that have no figures."""
     rows = sorted(content.rows, key=lambda row: row.bytes)
     kept = {name: cell for name, cell in columns.items() if any(cell(row) != "–" for row in rows)}
     if not rows or not kept:
@@ -119,7 +119,7 @@ def _rows(content: Content, columns: Mapping[str, Callable[[Row], str]]) -> str:
     return table(["file", *kept], lines)
 
 
-def _class(row: Row, chosen: Row | None) -> str:
+def _class(row: FileRow, chosen: FileRow | None) -> str:
     names = [name for name, has in (("chosen", row is chosen), ("peer", row.peer)) if has]
     return f' class="{" ".join(names)}"' if names else ""
 
@@ -128,10 +128,10 @@ def _gate(content: Content) -> str:
     if not content.findings:
         return ""
     lines = [
-        f'<tr><td class="{kind}">{word}</td><td>{escaped(finding.get("words", finding.get("name", "")))}'
+        f'<tr><td class="{style}">{word}</td><td>{escaped(finding.get("words", finding.get("name", "")))}'
         f"{f'<br><small>{escaped(fix)}</small>' if (fix := finding.get('fix')) else ''}</td></tr>"
         for finding in content.findings
-        for kind, word in [_outcome(finding)]
+        for style, word in [_outcome(finding)]
     ]
     return section(
         f"Gate {content.gate}".strip(), table(["outcome", "finding"], lines, "words", "What was held against a limit")
@@ -145,20 +145,20 @@ def _outcome(finding: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _sensitivity(content: Content, figures: Mapping[str, str]) -> str:
-    """The map, and the layers that it is worst for, with what else is known of them."""
+    """Returns the map, and a table of its worst layers with their bits and outliers."""
     cells = _cells(content.sensitivity)
     if not cells:
         return ""
     total = sum(value for _, _, value in cells)
     extra = [
-        (words, found, style)
-        for words, found, style in (("bits", content.bits, ".3g"), ("outliers", content.outliers, ".1f"))
-        if found
+        (words, values, style)
+        for words, values, style in (("bits", content.bits, ".3g"), ("outliers", content.outliers, ".1f"))
+        if values
     ]
     lines = [
         f'<tr><th scope="row">{escaped(module)}</th><td>{escaped(block)}</td><td>{value:.3g}</td>'
         f"<td>{f'{value / total:.1%}' if total else '–'}</td>"
-        + "".join(f"<td>{_number(found.get(block, {}).get(module), style)}</td>" for _, found, style in extra)
+        + "".join(f"<td>{_number(values.get(block, {}).get(module), style)}</td>" for _, values, style in extra)
         + "</tr>"
         for block, module, value in sorted(cells, key=lambda cell: -cell[2])[:WORST]
     ]
@@ -168,35 +168,32 @@ def _sensitivity(content: Content, figures: Mapping[str, str]) -> str:
     return section("Where the model is fragile", figures.get("sensitivity", ""), worst, whole)
 
 
-def _map(title: str, found: BlockMap, drawn: str, words: str, style: str) -> str:
-    return (
-        section(title, f'<p class="caption">{escaped(words)}</p>', drawn, _whole_map(found, words, style))
-        if drawn
-        else ""
-    )
+def _map(title: str, values: BlockMap, drawn: str, words: str, style: str) -> str:
+    caption = f'<p class="caption">{escaped(words)}</p>'
+    return section(title, caption, drawn, _whole_map(values, words, style)) if drawn else ""
 
 
-def _whole_map(found: BlockMap, words: str, style: str) -> str:
-    """Every figure of a map, folded away."""
-    modules = modules_of(found)
+def _whole_map(values: BlockMap, words: str, style: str) -> str:
+    """Returns every figure of a map, in a folded table."""
+    modules = modules_of(values)
     lines = [
         f'<tr><th scope="row">{escaped(block)}</th>'
         + "".join(f"<td>{_number(row.get(module), style)}</td>" for module in modules)
         + "</tr>"
-        for block, row in found.items()
+        for block, row in values.items()
     ]
     cells = table(["block", *modules], lines, caption=words)
     return f"<details><summary>All figures of the map</summary>{cells}</details>"
 
 
-def _cells(found: BlockMap) -> list[tuple[str, str, float]]:
-    return [(block, module, value) for block, row in found.items() for module, value in row.items()]
+def _cells(values: BlockMap) -> list[tuple[str, str, float]]:
+    return [(block, module, value) for block, row in values.items() for module, value in row.items()]
 
 
-def _memory(found: Memory | None, drawn: str) -> str:
-    if found is None or not drawn:
+def _memory(memory: Memory | None, drawn: str) -> str:
+    if memory is None or not drawn:
         return ""
-    sides = [(side, parts) for side, parts in (("predicted", found.predicted), ("measured", found.measured)) if parts]
+    sides = [(side, parts) for side, parts in (("predicted", memory.predicted), ("measured", memory.measured)) if parts]
     names = list(dict.fromkeys(name for _, parts in sides for name in parts))
     lines = [
         f'<tr><th scope="row">{escaped(name.replace("_", " "))}</th>'
@@ -206,17 +203,18 @@ def _memory(found: Memory | None, drawn: str) -> str:
     ]
     totals = "".join(f"<td>{human(sum(parts.values()))}</td>" for _, parts in sides)
     lines.append(f'<tr class="chosen"><th scope="row">in all</th>{totals}</tr>')
-    if found.capacity is not None:
-        has = f"capacity of {found.device}" if found.device else "capacity"
+    if memory.capacity is not None:
+        has = f"capacity of {memory.device}" if memory.device else "capacity"
         lines.append(
-            f'<tr><th scope="row">{escaped(has)}</th>' + f"<td>{human(found.capacity)}</td>" * len(sides) + "</tr>"
+            f'<tr><th scope="row">{escaped(has)}</th>' + f"<td>{human(memory.capacity)}</td>" * len(sides) + "</tr>"
         )
     return section("Memory", drawn, table(["part", *(side for side, _ in sides)], lines, caption="Memory by part"))
 
 
 def _provenance(content: Content) -> str:
-    found = {**content.provenance, **({"versions": content.versions} if content.versions else {})}
-    return section("Provenance", nested(found) if found else "")
+    versions = {"versions": content.versions} if content.versions else {}
+    origin = {**content.provenance, **versions}
+    return section("Provenance", nested(origin) if origin else "")
 
 
 def _number(value: float | None, style: str) -> str:

@@ -11,8 +11,19 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from quantry.report.content import Content, Row, frontier, plain
-from quantry.report.drawing import SMALL, WIDE, Plot, one_axes, role_of, round_numbers, shortened, spare, text_width
+from quantry.report.content import Content, FileRow, frontier, plain
+from quantry.report.drawing import (
+    SMALL,
+    WIDE,
+    Plot,
+    legend,
+    one_axes,
+    role_of,
+    round_numbers,
+    shortened,
+    spare,
+    text_width,
+)
 from quantry.report.ink import light
 from quantry.report.labels import Box, leader, nearest, place
 from quantry.report.sizes import human, unit_of
@@ -24,7 +35,7 @@ RADIUS = 4.5  # of a mark
 
 
 def pareto(content: Content, width: int) -> Plot | None:
-    """Size against KL. Two files at least: one alone is no choice."""
+    """Draws size against KL for at least two files; one alone leaves no choice."""
     rows = [row for row in content.rows if row.judged is not None]
     if len(rows) < 2:
         return None
@@ -59,8 +70,8 @@ def pareto(content: Content, width: int) -> Plot | None:
     )
 
 
-def _kl_limits(rows: Sequence[Row], noise: float | None) -> tuple[float, float]:
-    """Below a tenth of the noise floor nothing is told apart; without one, six decades are shown."""
+def _kl_limits(rows: Sequence[FileRow], noise: float | None) -> tuple[float, float]:
+    """Returns the range of the axis: down to a tenth of the noise floor, or six decades without one."""
     values = [row.judged or 0.0 for row in rows]
     most = max(*values, noise or 0.0, 1e-12)
     floor_ = noise / 10 if noise and noise > 0 else most / 1e6
@@ -76,7 +87,7 @@ def _kl_ticks(axes: "Axes", bottom: float, top: float) -> None:
 
 
 def _size_axis(axes: "Axes", sizes: Sequence[float], label: str) -> None:
-    """By powers where the largest is more than twice the smallest: 16-bit files would crowd the others otherwise."""
+    """Scales by powers if the largest is over twice the smallest: 16-bit files would crowd the others otherwise."""
     low, high = min(sizes), max(sizes)
     if low > 0 and high > 2 * low:
         margin = (high / low) ** 0.06
@@ -95,15 +106,15 @@ def _size_axis(axes: "Axes", sizes: Sequence[float], label: str) -> None:
     axes.set_ylabel("KL divergence, nats", fontsize=SMALL)
 
 
-def _whiskers(axes: "Axes", rows: Sequence[Row], spots: Mapping[int, tuple[float, float]], bottom: float) -> None:
+def _whiskers(axes: "Axes", rows: Sequence[FileRow], spots: Mapping[int, tuple[float, float]], bottom: float) -> None:
     for row in rows:
         if row.judged_interval is not None and row.judged_interval[1] > bottom:
             low, high = (max(bound, bottom) for bound in row.judged_interval)
             axes.vlines(spots[id(row)][0], low, high, color=light(role_of(row)), lw=1.2, alpha=0.6, zorder=3)
 
 
-def _mark(axes: "Axes", row: Row, spot: tuple[float, float], chosen: bool) -> None:
-    """A disc for ours and an open diamond for others', so that both are seen on one spot; a ring around the chosen."""
+def _mark(axes: "Axes", row: FileRow, spot: tuple[float, float], chosen: bool) -> None:
+    """Draws a disc for ours and an open diamond for others', so that both show on one spot; the chosen has a ring."""
     style: dict[str, Any] = {"clip_on": False, "zorder": 5}
     if row.peer:
         axes.plot(*spot, "D", ms=2 * RADIUS, mfc="none", mec=light("peer"), mew=1.6, **style)
@@ -115,12 +126,12 @@ def _mark(axes: "Axes", row: Row, spot: tuple[float, float], chosen: bool) -> No
 
 def _names(
     axes: "Axes",
-    rows: Sequence[Row],
+    rows: Sequence[FileRow],
     spots: Mapping[int, tuple[float, float]],
-    best: Sequence[Row],
-    chosen: Row | None,
+    best: Sequence[FileRow],
+    chosen: FileRow | None,
 ) -> int:
-    """Writes the names at their marks, the important ones first, and says how many found no room."""
+    """Writes the names at their marks, the important ones first; returns how many found no room."""
     order = sorted(rows, key=lambda row: (row is not chosen, row not in best, row.bytes))
     at = {id(row): tuple(axes.transData.transform(spots[id(row)])) for row in rows}
     words = [shortened(row.name, 170, "bold" if row is chosen else "normal") for row in order]
@@ -138,8 +149,8 @@ def _names(
     return sum(box is None for box in boxes)
 
 
-def _name(axes: "Axes", row: Row, text: str, point: tuple[float, float], box: Box, chosen: bool) -> None:
-    """A name in its box, with a line to a mark that is not next to it. In offsets of the mark, so that it scales."""
+def _name(axes: "Axes", row: FileRow, text: str, point: tuple[float, float], box: Box, chosen: bool) -> None:
+    """Writes a name in its box, with a line to a distant mark, in offsets from the mark so that it scales."""
     style: dict[str, Any] = {"xycoords": "data", "textcoords": "offset points", "annotation_clip": False, "zorder": 6}
     spot = tuple(axes.transData.inverted().transform(point))
     middle = ((box[0] + box[2]) / 2 - point[0], (box[1] + box[3]) / 2 - point[1])
@@ -173,7 +184,7 @@ def _step_boxes(corners: Sequence[tuple[float, ...]]) -> list[Box]:
     return boxes
 
 
-def _legend(figure: Figure, width: int, rows: Sequence[Row], content: Content, ours: bool) -> None:
+def _legend(figure: Figure, width: int, rows: Sequence[FileRow], content: Content, ours: bool) -> None:
     def line(role: str, mark: str, label: str, style: str = "none") -> Line2D:
         fill = "none" if mark == "D" else light(role)
         return Line2D([], [], color=light(role), marker=mark, ls=style, label=label, ms=7, lw=1.4, mfc=fill, mew=1.4)
@@ -186,26 +197,15 @@ def _legend(figure: Figure, width: int, rows: Sequence[Row], content: Content, o
         handles.append(
             Patch(color=light("noise"), label="noise floor" + (" (16-bit against itself)" if width == WIDE else ""))
         )
-    figure.legend(
-        handles=handles,
-        loc="upper left",
-        bbox_to_anchor=(0, 1),
-        ncols=4,
-        frameon=False,
-        fontsize=SMALL,
-        borderaxespad=0,
-        handlelength=1.2,
-        handletextpad=0.5,
-        columnspacing=1.2 if width == WIDE else 0.8,
-    )
+    legend(figure, handles, 4, handlelength=1.2, handletextpad=0.5, columnspacing=1.2 if width == WIDE else 0.8)
 
 
-def _pareto_words(rows: Sequence[Row], best: Sequence[Row]) -> str:
+def _pareto_words(rows: Sequence[FileRow], best: Sequence[FileRow]) -> str:
     names = ", ".join(f"{plain(row.name)} ({human(row.bytes)}, KL {row.judged:.3g})" for row in best)
     return f"{len(rows)} files by size and KL divergence from the 16-bit model. On the frontier: {names}."
 
 
-def _pareto_caption(rows: Sequence[Row], left_out: int, bottom: float) -> str:
+def _pareto_caption(rows: Sequence[FileRow], left_out: int, bottom: float) -> str:
     served = sum(row.served_kl is not None for row in rows)
     under = sum((row.judged or 0.0) < bottom for row in rows)
     words = ["Lower and further left is better."]

@@ -1,15 +1,15 @@
-"""Sizes in words, the same everywhere: reports, plans, errors and the command line."""
+"""Sizes for people, the same everywhere: reports, plans, errors and the command line."""
 
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 
 
 def unit_of(most: float) -> tuple[int, str]:
-    """The unit of an axis that goes up to `most` bytes."""
+    """Returns the unit of an axis that goes up to `most` bytes."""
     return next((size, unit) for size, unit in UNITS if most >= size or size == 1)
 
 
 def human(count: float) -> str:
-    """Bytes for people, in the largest unit of which they are at least a tenth: 1536 is '1.5 KiB'."""
+    """Formats bytes for people, in the largest unit of which they are at least a tenth: 1536 is '1.5 KiB'."""
     for size, unit in UNITS[:-1]:
         if count >= size / 10:
             return f"{count / size:,.1f} {unit}"

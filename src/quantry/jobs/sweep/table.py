@@ -6,7 +6,7 @@ from importlib.metadata import version
 from typing import Any
 
 from quantry import __version__
-from quantry.report import Content, Row
+from quantry.report import Content, FileRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,6 @@ def report_content(result: Sweep, provenance: Mapping[str, Any]) -> Content:
     )
 
 
-def _report_row(row: Outcome) -> Row:
-    names = {field.name for field in fields(Row)} & {field.name for field in fields(Outcome)}
-    return Row(**{name: getattr(row, name) for name in names})
+def _report_row(row: Outcome) -> FileRow:
+    names = {field.name for field in fields(FileRow)} & {field.name for field in fields(Outcome)}
+    return FileRow(**{name: getattr(row, name) for name in names})
