@@ -73,13 +73,9 @@ def choose(weight: Tensor, lattice: Lattice, factor: Factor, codes: Codes, loop:
         errors = torch.empty(min(COLUMNS, columns), working.shape[1], dtype=dtype, device=weight.device)
         for start in range(0, columns, COLUMNS):
             stop = min(start + COLUMNS, columns)
-            group, error, square = (
-                groups[start:stop],
-                errors[: stop - start],
-                upper[start:stop, start:stop].contiguous(),
-            )
-            shift = None if shifts is None else shifts[group]
-            block(lattice.ladder, working[start:stop], steps[group], shift, square, error)
+            group, error = groups[start:stop], errors[: stop - start]
+            step, shift = steps[group], None if shifts is None else shifts[group]
+            block(lattice.ladder, working[start:stop], step, shift, upper[start:stop, start:stop].contiguous(), error)
             working[stop:].addmm_(upper[start:stop, stop:].t(), error, alpha=-1)
         result[part] = codes.encode(working[factor.back].t()[: part.stop - part.start])
 

@@ -68,6 +68,6 @@ def _nearest(k: Kernel, ladder: Ladder, values: Vector) -> Vector:
 
 def _power(k: Kernel, values: Vector) -> Vector:
     """Returns the power of two at or below each magnitude: the float32 with its exponent bits alone."""
-    kind = k.ir.VectorType(k.ir.IntType(32), LANES)
-    bits = k.builder.and_(k.builder.bitcast(values.value, kind), k.ir.Constant(kind, [EXPONENT] * LANES))
+    integers = k.ir.VectorType(k.ir.IntType(32), LANES)
+    bits = k.builder.and_(k.builder.bitcast(values.value, integers), k.ir.Constant(integers, [EXPONENT] * LANES))
     return Vector(k, k.builder.bitcast(bits, k.vector))
