@@ -620,7 +620,7 @@ def test_this_machine() -> None:
     assert machine.device.memory > 0
     assert 1 <= (machine.cores or 0) <= (machine.threads or 0)
     assert machine.usable_cores is not None
-    assert 0 < machine.usable_cores <= (os.cpu_count() or 1)
+    assert 0 < machine.usable_cores <= os.sysconf("SC_NPROCESSORS_CONF")
     assert machine.host_memory is not None
     assert machine.host_available is not None
     assert 0 < machine.host_available <= machine.host_memory <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

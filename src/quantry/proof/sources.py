@@ -1,4 +1,4 @@
-"""Opens models of any format as a `walk.Source`: tensors are decoded from the bytes on the disk."""
+"""Opens models of any format as a `WeightSource`: tensors are decoded from the bytes on the disk."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
