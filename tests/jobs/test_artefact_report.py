@@ -16,9 +16,11 @@ from depth import deep
 from quantry.devices.catalogue import parse
 from quantry.errors import QuantryError
 from quantry.jobs import artefact_report as reporting
+from quantry.jobs.artefact_card import ArtefactCard
+from quantry.jobs.artefact_maps import bits_map
 from quantry.jobs.auto.sensitivity import LayerSensitivity, MeasuredChoice, Sensitivity
 from quantry.models.reader import open_checkpoint
-from quantry.report import Content
+from quantry.report import Content, FileRow
 from shared import shared
 
 DESKTOP = parse("cpu").device
@@ -116,9 +118,13 @@ def as_auto(folder: Path) -> Sensitivity:
     return found
 
 
+def row_of(content: dict[str, Any]) -> FileRow:
+    return reporting.row(ArtefactCard(content))
+
+
 def test_a_row_without_a_proof(artefacts: Path) -> None:
     content = json.loads((artefacts / "packed" / "quantry.json").read_text())
-    row = reporting.row(content)
+    row = row_of(content)
     assert row.name == "w4a16 g64"
     assert row.bytes == (artefacts / "packed" / "model.safetensors").stat().st_size
     assert row.bits_per_weight == content["bits_per_weight"]
@@ -126,12 +132,12 @@ def test_a_row_without_a_proof(artefacts: Path) -> None:
 
 
 def test_a_row_with_a_proof(changed: Path) -> None:
-    row = reporting.row(card(changed, proof=PROOF))
+    row = row_of(card(changed, proof=PROOF))
     assert (row.kl, row.kl_interval) == (0.016, (0.014, 0.023))
     assert (row.judged, row.judged_interval) == (0.0175, (0.015, 0.024))
     assert (row.top1, row.top1_interval) == (0.92, (0.87, 0.94))  # the engine's, as the gate has them
     assert (row.perplexity, row.perplexity_interval) == (5.95, (5.3, 8.1))
-    decoded = reporting.row(card(changed, proof={**PROOF, "served": None}))
+    decoded = row_of(card(changed, proof={**PROOF, "served": None}))
     assert (decoded.judged, decoded.top1, decoded.perplexity) == (0.016, 0.93, 5.9)
 
 
@@ -156,19 +162,19 @@ def test_a_model_that_broke_has_a_row_all_the_same(changed: Path) -> None:
 )
 def test_rows_can_be_told_apart(changed: Path, recipe: dict[str, Any], name: str) -> None:
     content = card(changed)
-    assert reporting.row({**content, "recipe": {**content["recipe"], **recipe}}).name == name
+    assert row_of({**content, "recipe": {**content["recipe"], **recipe}}).name == name
 
 
 def test_another_rounder_or_format_is_in_the_name(artefacts: Path) -> None:
     content = json.loads((artefacts / "packed" / "quantry.json").read_text())
     preset = {**content["recipe"]["preset"], "rounder": "gptq"}
-    assert reporting.row({**content, "recipe": {**content["recipe"], "preset": preset}}).name == "w4a16 g64 gptq"
-    assert reporting.row({**content, "format": "gptq"}).name == "w4a16 g64 gptq"
+    assert row_of({**content, "recipe": {**content["recipe"], "preset": preset}}).name == "w4a16 g64 gptq"
+    assert row_of({**content, "format": "gptq"}).name == "w4a16 g64 gptq"
 
 
 def test_bits_of_gguf_are_those_of_its_types(artefacts: Path) -> None:
     checkpoint = open_checkpoint(artefacts / "mixed")
-    found = reporting.bits_map(checkpoint)
+    found = bits_map(checkpoint)
     assert list(found) == ["ends", *map(str, range(8))]
     cells = {(block, module) for block, row in found.items() for module in row}
     matrices = [tensor for tensor in checkpoint.tensors if len(tensor.shape) == 2]
@@ -182,15 +188,15 @@ def test_bits_of_gguf_are_those_of_its_types(artefacts: Path) -> None:
 
 def test_bits_of_folders_count_scales(artefacts: Path) -> None:
     """4 bits and a bfloat16 scale for 64 weights, and 16 bytes for the shape, as the format has it."""
-    found = reporting.bits_map(open_checkpoint(artefacts / "packed"))
+    found = bits_map(open_checkpoint(artefacts / "packed"))
     assert found["ends"] == {"embed_tokens": 16.0}
     assert set(found["3"]) == {
         "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
     }  # fmt: skip
     assert found["3"]["mlp.down_proj"] == pytest.approx(4 + 16 / 64 + 16 * 8 / (256 * 768))
-    nf4 = reporting.bits_map(open_checkpoint(artefacts / "nf4"))
+    nf4 = bits_map(open_checkpoint(artefacts / "nf4"))
     assert 4.1 < nf4["0"]["mlp.up_proj"] < 4.2
-    plain = reporting.bits_map(open_checkpoint(artefacts / "plain"))
+    plain = bits_map(open_checkpoint(artefacts / "plain"))
     assert {value for row in plain.values() for value in row.values()} == {16.0}
 
 
@@ -202,7 +208,7 @@ def test_all_bits_add_up_to_what_is_stored(artefacts: Path) -> None:
 
     for name in ("mixed", "packed", "nf4"):
         checkpoint = open_checkpoint(artefacts / name)
-        found = reporting.bits_map(checkpoint)
+        found = bits_map(checkpoint)
         sizes = {"embed_tokens": (4096, 256), "token_embd": (4096, 256), **SHAPES}
         total = sum(bits * prod(sizes[module]) / 8 for row in found.values() for module, bits in row.items())
         norms = sum(one.nbytes for one in checkpoint.tensors if "norm" in one.name)
@@ -220,7 +226,7 @@ SHAPES = {
 
 def test_layers_that_are_stored_alike_are_one_cell(artefacts: Path) -> None:
     names = [(f"model.layers.2.self_attn.{one}_proj", "2", "self_attn.q+k+v") for one in "qkv"]
-    found = reporting.bits_map(open_checkpoint(artefacts / "packed"), names)
+    found = bits_map(open_checkpoint(artefacts / "packed"), names)
     assert set(found["2"]) & {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"} == set()
     assert found["2"]["self_attn.q+k+v"] == pytest.approx(4 + 16 / 64 + 3 * 16 * 8 / (512 * 256))
     assert "self_attn.q_proj" in found["1"]
@@ -302,6 +308,15 @@ def test_a_proof_is_told(changed: Path) -> None:
     assert content.provenance["proof"]["text"]["name"] == "held-out.txt"
     (told,) = content.provenance["files"].values()
     assert sha256((changed / "demo-Q4_K_M.gguf").read_bytes()).hexdigest() in told
+
+
+def test_a_proof_in_vllm(artefacts: Path, tmp_path: Path) -> None:
+    """A proof has the engine's name as people write it."""
+    folder = Path(shutil.copytree(artefacts / "packed", tmp_path / "packed"))
+    card(folder, proof={**PROOF, "served": {**PROOF["served"], "engine": "vLLM"}})
+    content = reporting.content_of(folder, DESKTOP)
+    assert "vllm.entrypoints.openai.api_server --model packed" in content.serve
+    assert content.versions["vLLM"] == "b1"
 
 
 def test_the_same_folder_gives_the_same_bytes_elsewhere(changed: Path, tmp_path: Path) -> None:
