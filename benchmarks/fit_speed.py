@@ -25,8 +25,9 @@ from quantry.devices import Device
 from quantry.devices.catalogue import catalogue
 from quantry.planning.memory.terms import CacheType
 from quantry.planning.models import from_config, open_model
-from quantry.planning.speed.throughput import Factors, Place, factor_rows, prompt_seconds, read_factors, step_seconds
-from quantry.planning.speed.work import Work, work_of
+from quantry.planning.speed.factors import Factors, factor_rows, read_factors
+from quantry.planning.speed.seconds import DecodeStep, Runtime, prompt_seconds, step_seconds
+from quantry.planning.speed.work import StepWork, work_of
 from quantry.quantizing.recipe import build
 from quantry.types import Checkpoint
 
@@ -42,7 +43,7 @@ class Point:
     table: str
     weight: float
     scheme: str
-    work: Work
+    work: StepWork
     device: Device
     devices: int
     compiled: bool
@@ -52,10 +53,10 @@ class Point:
     seconds: float
 
     def predict(self, factors: Factors) -> float:
-        place = Place(self.device, factors, self.devices, self.compiled)
+        runtime = Runtime(self.device, factors, self.devices, self.compiled)
         if self.phase == "decode":
-            return step_seconds(self.work, place, self.batch, self.tokens, SIXTEEN).total
-        return prompt_seconds(self.work, place, self.batch, self.tokens)
+            return step_seconds(self.work, runtime, DecodeStep(self.batch, self.tokens, SIXTEEN)).total
+        return prompt_seconds(self.work, runtime, self.batch, self.tokens)
 
     def error(self, factors: Factors) -> float:
         """Of tokens a second in decoding, of the time of prompts: as such figures are told."""
@@ -134,7 +135,7 @@ def _points(row: Mapping[str, Any]) -> list[Point]:
 
 
 @cache
-def _work(model: str, changes: str, preset: str, form: str | None) -> Work:
+def _work(model: str, changes: str, preset: str, form: str | None) -> StepWork:
     return work_of(_checkpoint(model, changes), build({"preset": preset, "format": form}))
 
 

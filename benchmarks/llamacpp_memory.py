@@ -26,7 +26,8 @@ from quantry.llamacpp.tensor_map import family  # noqa: E402
 from quantry.models.attention import text_config  # noqa: E402
 from quantry.models.reader import open_checkpoint  # noqa: E402
 from quantry.models.writer import nbytes  # noqa: E402
-from quantry.planning.memory.footprint import Settings, footprint  # noqa: E402
+from quantry.planning.deployment import Deployment, Settings  # noqa: E402
+from quantry.planning.memory.footprint import footprint  # noqa: E402
 from quantry.planning.models import from_config, open_model  # noqa: E402
 from quantry.quantizing.containers import gguf_file  # noqa: E402
 from quantry.quantizing.recipe import Recipe, presets  # noqa: E402
@@ -69,10 +70,9 @@ def row(
     context, sequences, kv = load
     wish = {"context": context * sequences, "sequences": sequences, "outputs": sequences, "kv": kv}
     [logged] = ask(file, wish, dry=dry)
-    found = footprint(
-        checkpoint, recipe, "llama.cpp", Workload(context, sequences), kv=kv, device=parse("cpu").device,
-        settings=Settings(sequences=sequences),
-    )  # fmt: skip
+    settings = Settings(sequences=sequences)
+    deployment = Deployment(checkpoint, recipe, "llama.cpp", parse("cpu").device, kv=kv, settings=settings)
+    found = footprint(deployment, Workload(context, sequences))
     compute = next(size for part, size in found.parts.items() if part.startswith("activations: a batch"))
     pairs = {
         "compute": (compute / MIB, logged["compute"]["CPU"]),

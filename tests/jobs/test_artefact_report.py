@@ -271,14 +271,14 @@ def test_on_a_gpu(artefacts: Path) -> None:
 
 
 def test_memory_before_a_proof_is_predicted(artefacts: Path) -> None:
+    from quantry.planning.deployment import Deployment
     from quantry.planning.memory.footprint import footprint
     from quantry.types import Workload
 
     content = reporting.content_of(artefacts / "mixed", DESKTOP)
     assert content.memory is not None
-    needed = footprint(
-        open_checkpoint("demo"), quantry_recipe(artefacts / "mixed"), "llama.cpp", Workload(1024), device=DESKTOP
-    )  # as the plan would have said of it before it was made; the model takes 1024 tokens
+    planned = Deployment(open_checkpoint("demo"), quantry_recipe(artefacts / "mixed"), "llama.cpp", DESKTOP)
+    needed = footprint(planned, Workload(1024))  # before it was made; the model takes 1024 tokens
     assert content.memory.predicted["weights"] == needed.weights
     assert content.memory.predicted["kv_cache"] == needed.kv_cache
     assert not content.memory.measured

@@ -23,7 +23,7 @@ from quantry.jobs.auto.solver import ItemOption, Solution, solve
 from quantry.models.anatomy import sixteen_bit
 from quantry.models.reader import local_folder, open_checkpoint
 from quantry.models.writer import nbytes
-from quantry.planning.budget import Budget, Fit
+from quantry.planning.budget import Budget, DeviceBudget
 from quantry.planning.fits_device import fits
 from quantry.planning.models import open_model
 from quantry.quantizing.recipe import build
@@ -85,7 +85,7 @@ def invented(checkpoint: Checkpoint, form: str, draw: random.Random) -> Mixer:
 @pytest.mark.parametrize(("form", "engine"), [("gguf", "llama.cpp"), ("compressed-tensors", "vllm")])
 def test_what_fits_a_device(form: str, engine: str) -> None:
     """By the planner's own figures; one per cent more does not."""
-    checkpoint, fit = open_model("llama-3.1-8b"), Fit("RTX 3060 12GB", 8192)
+    checkpoint, fit = open_model("llama-3.1-8b"), DeviceBudget("RTX 3060 12GB", 8192)
     mixer = invented(checkpoint, form, random.Random(2))
     recipe, solution = mixer.solve(fit)
     assert fits(fit, checkpoint, engine, recipe)

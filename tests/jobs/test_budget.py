@@ -14,7 +14,7 @@ import pytest
 from quantry.errors import QuantryError
 from quantry.jobs.auto import knapsack
 from quantry.jobs.auto.solver import Item, ItemOption, Solution, solve
-from quantry.planning.budget import Budget, Fit, parse
+from quantry.planning.budget import Budget, DeviceBudget, parse
 
 WITHIN = 0.005
 Rows = list[tuple[int, float]]
@@ -300,7 +300,7 @@ def test_bits_are_rounded_down_without_floats() -> None:
     ],
 )
 def test_devices_as_people_write_them(text: str, device: str, context: int) -> None:
-    assert parse(text, parameters=1) == Fit(device, context)
+    assert parse(text, parameters=1) == DeviceBudget(device, context)
 
 
 @pytest.mark.parametrize(

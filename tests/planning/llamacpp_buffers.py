@@ -1,6 +1,6 @@
 """What llama.cpp allocates for a model, read from its own log; in a process of its own, since it aborts on a bad wish.
 
-    python llamacpp_buffers.py FILE WISHES        # JSON; prints a list of sizes as JSON
+    python llamacpp_buffers.py QUESTIONS        # JSON; prints a list of sizes for each file as JSON
 
 A wish sets fields of llama_context_params. Their places are those of xllamacpp 2026.10.11549, and the defaults found
 there are checked first: another layout is an error, not a wrong number. With `dry` nothing is allocated, so that a file
@@ -12,6 +12,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from ctypes import CFUNCTYPE, POINTER, c_char_p, c_int, c_uint8, c_uint32, c_uint64, c_void_p, cast
 from pathlib import Path
 from typing import Any
@@ -33,16 +34,26 @@ class Params(ctypes.Structure):
     _fields_ = (("words", c_uint32 * 256),)
 
 
-def ask(file: Path, *wishes: dict[str, Any], dry: bool = False) -> list[dict[str, Any]]:
+Sizes = list[dict[str, Any]]
+
+
+def ask(file: Path, *wishes: dict[str, Any], dry: bool = False) -> Sizes:
     """For each wish sizes in MiB: `model`, `compute`, `output` by buffer, `caches` as (MiB, cells, layers); `weights` in bytes."""
-    command = [sys.executable, __file__, str(file), json.dumps({"dry": dry, "wishes": wishes})]
+    [answers] = ask_all([(file, wishes)], dry=dry)
+    return answers
+
+
+def ask_all(questions: Sequence[tuple[Path, Sequence[dict[str, Any]]]], dry: bool = False) -> list[Sizes]:
+    """The same of several files in one process."""
+    text = json.dumps({"dry": dry, "questions": [(str(file), list(wishes)) for file, wishes in questions]})
+    command = [sys.executable, __file__, text]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    answers: list[Sizes] = json.loads(done.stdout.splitlines()[-1])
+    return answers
 
 
-def main(file: str, wishes: list[dict[str, Any]], dry: bool) -> None:
+def main(questions: list[tuple[str, Sizes]], dry: bool) -> None:
     from quantry.numerics.ggml.native import library
 
     llama, log = library(), list[str]()
@@ -55,11 +66,17 @@ def main(file: str, wishes: list[dict[str, Any]], dry: bool) -> None:
         "llama_init_from_model": (c_void_p, c_void_p, Params),
         "llama_model_size": (c_uint64, c_void_p),
         "llama_free": (None, c_void_p),
+        "llama_model_free": (None, c_void_p),
     }
     for name, (returns, *takes) in signatures.items():
         getattr(llama, name).restype, getattr(llama, name).argtypes = returns, takes
     llama.llama_log_set(cast(listener, c_void_p), None)
     llama.llama_backend_init()
+    print(json.dumps([_sizes(llama, log, file, wishes, dry) for file, wishes in questions]))
+
+
+def _sizes(llama: ctypes.CDLL, log: list[str], file: str, wishes: Sizes, dry: bool) -> Sizes:
+    log.clear()
     model = llama.llama_model_load_from_file(file.encode(), _model_params(llama, dry))
     assert model, "".join(log)[-2000:]
     loaded, found = "".join(log), []
@@ -72,7 +89,8 @@ def main(file: str, wishes: list[dict[str, Any]], dry: bool) -> None:
         caches = [(float(size), int(cells), int(layers)) for size, cells, layers in re.findall(CACHE, text)]
         found.append({**sizes, "caches": caches, "weights": llama.llama_model_size(model)})
         llama.llama_free(context)
-    print(json.dumps(found))
+    llama.llama_model_free(model)
+    return found
 
 
 def _model_params(llama: ctypes.CDLL, dry: bool) -> Params:
@@ -98,4 +116,4 @@ def _context_params(llama: ctypes.CDLL, wish: dict[str, Any]) -> Params:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], **json.loads(sys.argv[2]))
+    main(**json.loads(sys.argv[1]))

@@ -9,10 +9,11 @@ import pytest
 from quantry.devices.catalogue import parse as machine
 from quantry.errors import QuantryError
 from quantry.jobs.auto.solver import Item, ItemOption, solve
-from quantry.planning.budget import Fit, parse
-from quantry.planning.fits_device import _deployment, allowed, fits, settled
-from quantry.planning.memory.footprint import Settings, footprint, room, weights_bytes
-from quantry.planning.memory.weights import stored, tensor_bytes
+from quantry.planning.budget import DeviceBudget, parse
+from quantry.planning.deployment import Deployment, Settings
+from quantry.planning.fits_device import allowed, fits, settled
+from quantry.planning.memory.footprint import footprint
+from quantry.planning.memory.weights import stored, tensor_bytes, weights_bytes
 from quantry.planning.models import open_model
 from quantry.quantizing.recipe import Recipe, Rule, presets
 from quantry.types import Checkpoint, Workload
@@ -92,7 +93,7 @@ def _fused(checkpoint: Checkpoint) -> Iterator[tuple[str, list[tuple[str, float,
 )
 def test_that_size_fits_and_one_percent_more_does_not(model: str, engine: str, text: str) -> None:
     checkpoint, fit = open_model(model), parse(text, parameters=0)
-    assert isinstance(fit, Fit)
+    assert isinstance(fit, DeviceBudget)
     make, first = (gguf_mixture, "gguf-q4_k_m") if engine == "llama.cpp" else (vllm_mixture, "w4a16")
     budget, made = settled(fit, checkpoint, engine, recipe(first), lambda budget: make(checkpoint, budget.bytes))
     more = make(checkpoint, int(budget.bytes * 1.01))
@@ -104,7 +105,7 @@ def test_that_size_fits_and_one_percent_more_does_not(model: str, engine: str, t
 
 def test_layers_over_two_devices_fit_and_fill_them() -> None:
     """Which of them is the fuller depends on the layers that got more bits."""
-    checkpoint, fit = open_model("qwen2.5-14b"), Fit("2x RTX 3060 12GB", 8192)
+    checkpoint, fit = open_model("qwen2.5-14b"), DeviceBudget("2x RTX 3060 12GB", 8192)
     budget, made = settled(
         fit, checkpoint, "llama.cpp", recipe("gguf-q4_k_m"), lambda budget: gguf_mixture(checkpoint, budget.bytes)
     )
@@ -114,7 +115,7 @@ def test_layers_over_two_devices_fit_and_fill_them() -> None:
 
 def test_what_the_host_holds_is_free_for_the_device() -> None:
     """A mixture with a larger embedding than that of the first recipe may be larger by just that."""
-    checkpoint, fit, first = open_model("llama-3.1-8b"), Fit("RTX 3060 8GB", 8192), recipe("gguf-q4_k_m")
+    checkpoint, fit, first = open_model("llama-3.1-8b"), DeviceBudget("RTX 3060 8GB", 8192), recipe("gguf-q4_k_m")
     large = Recipe(first.preset, first.format, (Rule("token_embd.weight", None, "F16"),))
     more = weights_bytes(checkpoint, large) - weights_bytes(checkpoint, first)
     assert more == 128256 * 4096 * (2 - 144 / 256)
@@ -123,16 +124,16 @@ def test_what_the_host_holds_is_free_for_the_device() -> None:
 
 
 def test_a_mixture_that_never_fits_is_an_error() -> None:
-    checkpoint, fit = open_model("llama-3.1-8b"), Fit("RTX 3060 8GB", 8192)
+    checkpoint, fit = open_model("llama-3.1-8b"), DeviceBudget("RTX 3060 8GB", 8192)
     with pytest.raises(QuantryError, match="no mixture was found that fits RTX 3060 8GB.*a shorter context"):
         settled(fit, checkpoint, "llama.cpp", recipe("gguf-q4_k_m"), lambda _: recipe("gguf-q8_0"))
 
 
 def test_one_device_has_exactly_what_is_free() -> None:
     """Restated from the planner's answer: free bytes of the device and what is stored."""
-    checkpoint, fit, chosen = open_model("llama-3.1-8b"), Fit("RTX 3060 12GB", 8192), recipe("gguf-q4_k_m")
+    checkpoint, fit, chosen = open_model("llama-3.1-8b"), DeviceBudget("RTX 3060 12GB", 8192), recipe("gguf-q4_k_m")
     device = machine("RTX 3060 12GB").device
-    needed = footprint(checkpoint, chosen, "llama.cpp", Workload(8192), device=device)
+    needed = footprint(Deployment(checkpoint, chosen, "llama.cpp", device), Workload(8192))
     free = device.usable - GIB - needed.per_device  # llama.cpp leaves 1 GiB
     found = allowed(fit, checkpoint, "llama.cpp", chosen)
     assert found.bytes == weights_bytes(checkpoint, chosen) + free
@@ -141,16 +142,15 @@ def test_one_device_has_exactly_what_is_free() -> None:
 
 def test_two_equal_devices_have_twice_what_is_free() -> None:
     checkpoint, chosen, device = open_model("llama-3.1-8b"), recipe("w4a16"), machine("RTX 3090").device
-    needed = footprint(
-        checkpoint, chosen, "vllm", Workload(4096), device=device, tensor_parallel=2, settings=Settings(sequences=1)
-    )
+    pair = Deployment(checkpoint, chosen, "vllm", device, tensor_parallel=2, settings=Settings(sequences=1))
+    needed = footprint(pair, Workload(4096))
     free = int(device.usable * 0.92) - needed.per_device
-    found = allowed(Fit("2x RTX 3090", 4096), checkpoint, "vllm", chosen).bytes
+    found = allowed(DeviceBudget("2x RTX 3090", 4096), checkpoint, "vllm", chosen).bytes
     assert found == pytest.approx(weights_bytes(checkpoint, chosen) + 2 * free, abs=8)
 
 
 def test_a_mixture_that_is_larger_than_asked_for_still_has_to_fit() -> None:
-    checkpoint, fit = open_model("llama-3.1-8b"), Fit("M2 8GB", 2048)
+    checkpoint, fit = open_model("llama-3.1-8b"), DeviceBudget("M2 8GB", 2048)
     _, made = settled(
         fit,
         checkpoint,
@@ -168,7 +168,7 @@ def test_a_full_device_is_refused_though_the_host_has_room() -> None:
     while high - low > 1:
         middle = (low + high) // 2
         try:
-            size = allowed(Fit("RTX 3060 8GB", middle), checkpoint, "llama.cpp", chosen).bytes
+            size = allowed(DeviceBudget("RTX 3060 8GB", middle), checkpoint, "llama.cpp", chosen).bytes
             low = middle
         except QuantryError:
             high = middle
@@ -177,16 +177,13 @@ def test_a_full_device_is_refused_though_the_host_has_room() -> None:
 
 def test_longer_contexts_and_smaller_devices_leave_less() -> None:
     checkpoint, chosen = open_model("llama-3.1-8b"), recipe("gguf-q4_k_m")
-    sizes = [allowed(Fit("RTX 3060 12GB", 1 << power), checkpoint, "llama.cpp", chosen).bytes for power in (11, 13, 15)]
+    sizes = [
+        allowed(DeviceBudget("RTX 3060 12GB", 1 << power), checkpoint, "llama.cpp", chosen).bytes
+        for power in (11, 13, 15)
+    ]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] - sizes[1] >= (8192 - 2048) * 131072  # the cache of a token: 32 layers, 8 heads of 128, K and V
-    assert allowed(Fit("RTX 3060 8GB", 2048), checkpoint, "llama.cpp", chosen).bytes < sizes[0] - 3 * GIB
-
-
-def test_room_is_that_of_the_planner() -> None:
-    one = _deployment(Fit("2x RTX 3090", 4096), open_model("llama-3.1-8b"), "vllm", recipe("w4a16"), None, "auto")
-    assert (one.tensor_parallel, one.pipeline_parallel, one.settings.sequences) == (2, 1, 1)
-    assert room(one) == int(one.device.usable * 0.92)
+    assert allowed(DeviceBudget("RTX 3060 8GB", 2048), checkpoint, "llama.cpp", chosen).bytes < sizes[0] - 3 * GIB
 
 
 @pytest.mark.parametrize(
@@ -202,6 +199,6 @@ def test_room_is_that_of_the_planner() -> None:
 def test_what_cannot_be_is_one_line_with_a_fix(device: str, context: int, engine: str, words: str) -> None:
     chosen = recipe("w4a16" if engine == "vllm" else "gguf-q4_k_m")
     with pytest.raises(QuantryError, match=words) as error:
-        allowed(Fit(device, context), open_model("llama-3.1-8b"), engine, chosen)
+        allowed(DeviceBudget(device, context), open_model("llama-3.1-8b"), engine, chosen)
     assert "\n" not in str(error.value)
     assert error.value.exit_code == 2

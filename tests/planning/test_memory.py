@@ -2,8 +2,6 @@
 
 import json
 import random
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -16,7 +14,8 @@ from typing import Any
 import pytest
 
 import quantry
-from llamacpp_buffers import ask
+from depth import DEEP, rounds, sampled
+from llamacpp_buffers import ask_all
 from quantry.devices import Device
 from quantry.devices.catalogue import parse
 from quantry.engines.contract.catalogue import engines
@@ -24,16 +23,19 @@ from quantry.errors import QuantryError
 from quantry.models.anatomy import dissect
 from quantry.models.attention import kv_layers
 from quantry.models.reader import open_checkpoint
-from quantry.planning.memory import footprint as memory
+from quantry.planning.deployment import Deployment, Settings
 from quantry.planning.memory.buffers import block_width, ggml_batch, widths
-from quantry.planning.memory.footprint import Deployment, Settings, footprint, footprint_of, kv_capacity
+from quantry.planning.memory.footprint import footprint, host_memory, kv_capacity, max_concurrency, most_layers, room
+from quantry.planning.memory.job import job_cost
 from quantry.planning.memory.kv_cache import Sequences, layers_of, pool
-from quantry.planning.memory.llamacpp_graph import Batch, Node, buffer_bytes, lay_out
+from quantry.planning.memory.llamacpp_graph import GraphBatch, Node, buffer_bytes, lay_out
+from quantry.planning.memory.stages import stages
 from quantry.planning.memory.terms import cache_type, terms
-from quantry.planning.memory.weights import stored
+from quantry.planning.memory.weights import stored, weights_bytes
 from quantry.planning.models import from_config, known_models, open_model
 from quantry.quantizing.recipe import Preset, Recipe, Rule, presets
 from quantry.types import Checkpoint, Footprint, Grid, Scheme, Workload
+from shared import shared
 from tiny_models import write_model
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -61,6 +63,10 @@ def shape(layers: int = 4, **fields: Any) -> Checkpoint:
     return from_config(config, "shape")
 
 
+def needed(checkpoint: Checkpoint, made: Recipe | None, engine: str, load: Workload, **place: Any) -> Footprint:
+    return footprint(Deployment(checkpoint, made, engine, **place), load)
+
+
 def deployment(checkpoint: Checkpoint, name: str, engine: str, where: str, **rest: Any) -> Deployment:
     return Deployment(checkpoint, recipe(name), engine, device(where), **rest)
 
@@ -81,7 +87,7 @@ OFFLINE = Settings(tokens=16384, sequences=128, utilization=0.90)  # what LLM() 
 def test_vllm_on_an_h200(name: str, form: str, weights: float, tokens: int) -> None:
     """Weights and the cache that is left, for every scheme of the table."""
     found = Deployment(open_model("llama-3-8b"), recipe(name, form), "vllm", device("H200"), "0.26", settings=OFFLINE)
-    assert footprint_of(found, Workload(4096)).weights == pytest.approx(weights * GIB, rel=WITHIN)
+    assert footprint(found, Workload(4096)).weights == pytest.approx(weights * GIB, rel=WITHIN)
     assert kv_capacity(found, 4096) == pytest.approx(tokens, rel=WITHIN)
 
 
@@ -89,7 +95,7 @@ def test_vllm_on_an_h200(name: str, form: str, weights: float, tokens: int) -> N
 def test_peak_activation_is_what_vllm_measured(name: str, form: str, weights: float, tokens: int) -> None:
     """1.69 to 1.72 GiB in all five."""
     found = Deployment(open_model("llama-3-8b"), recipe(name, form), "vllm", device("H200"), "0.26", settings=OFFLINE)
-    assert 1.68 <= footprint_of(found, Workload(4096)).activations / GIB <= 1.73
+    assert 1.68 <= footprint(found, Workload(4096)).activations / GIB <= 1.73
 
 
 # Shapes, presets and GiB that another run of vLLM 0.26 on an H200 logged as "Model loading took" (2026-11-15); nothing
@@ -113,7 +119,7 @@ HELD_OUT: list[tuple[Mapping[str, Any], str, str, float]] = [
 @pytest.mark.parametrize(("changes", "name", "form", "weights"), HELD_OUT)
 def test_weights_that_vllm_logged_elsewhere(changes: Mapping[str, Any], name: str, form: str, weights: float) -> None:
     checkpoint = from_config({**known_models()["llama-3.1-8b"].config, **changes}, "made")
-    found = footprint(checkpoint, recipe(name, form), "vllm", Workload(4096), device=device("H200"), version="0.26")
+    found = needed(checkpoint, recipe(name, form), "vllm", Workload(4096), device=device("H200"), version="0.26")
     assert found.weights == pytest.approx(weights * GIB, rel=WITHIN)
 
 
@@ -121,13 +127,13 @@ def test_cache_of_a_given_size_holds_what_vllm_said() -> None:
     """9.4 GiB are 76,992 tokens of the 8B shape: 4812 blocks of 16."""
     found = terms("vllm", "0.26", device("H200"))
     layers = [layer for layer in layers_of(open_model("llama-3-8b").config) if layer]
-    block = pool(layers, found, cache_type("auto", found, "bf16"), Sequences(16, 1, 1)).one
+    block = pool(layers, found, cache_type("auto", found, "bf16"), Sequences(16, 1, 1)).per_sequence
     assert int(9.4 * GIB) // block * 16 == 76_992
 
 
 def test_rotary_table_is_part_of_the_weights() -> None:
     """vLLM reported 14.9889 GiB for Llama-3.1-8B, which is 32 MiB more than its tensors."""
-    found = footprint(open_model("llama-3.1-8b"), recipe("bf16"), "vllm", Workload(4096), device=device("L40S"))
+    found = needed(open_model("llama-3.1-8b"), recipe("bf16"), "vllm", Workload(4096), device=device("L40S"))
     assert found.weights / GIB == pytest.approx(14.9889, abs=0.0002)
 
 
@@ -135,7 +141,7 @@ def test_default_of_vllm_depends_on_version_and_device() -> None:
     cases = {("0.26", "H200"): 8192, ("0.26", "RTX 3090"): 2048, ("0.32", "B200"): 16384, ("0.26", "B200"): 8192,
              ("0.32", "A100 80GB"): 2048}  # fmt: skip
     for (version, name), tokens in cases.items():
-        found = footprint(shape(), recipe("bf16"), "vllm", Workload(4096), device=device(name), version=version)
+        found = needed(shape(), recipe("bf16"), "vllm", Workload(4096), device=device(name), version=version)
         assert any(f"{tokens} tokens" in part for part in found.parts if part.startswith("activations")), (
             version,
             name,
@@ -145,18 +151,44 @@ def test_default_of_vllm_depends_on_version_and_device() -> None:
 # ---- llama.cpp ----
 
 DEMO_PRESETS = ("gguf-f16", "gguf-q8_0", "gguf-q4_k_m")
+ARCHITECTURES = (
+    "MixtralForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM", "Qwen2MoeForCausalLM",
+)  # fmt: skip
+LOADS = list(product(("f16", "q8_0", "q4_0"), ((512, 1, 512), (1024, 1, 1), (512, 3, 3))))
+WITHOUT_FLASH = [{"context": context, "outputs": 1, "flash": 0} for context in (512, 1024)]
 
 
-@pytest.fixture(scope="module")
-def demo_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("demo")
+def write_logs(folder: Path) -> None:
+    """Asks llama.cpp, in one process, for all buffers that the tests below predict."""
+    wishes = [
+        {"context": context * sequences, "sequences": sequences, "outputs": outputs, "kv": kv}
+        for kv, (context, sequences, outputs) in LOADS
+    ]
+    asked = dict.fromkeys(DEMO_PRESETS, wishes) | {"without flash": WITHOUT_FLASH}
     for name in DEMO_PRESETS:
         quantry.quantize("demo", folder / name, preset=name)
-    return {name: next((folder / name).glob("*.gguf")) for name in DEMO_PRESETS}
+    for name in ARCHITECTURES:
+        sizes = {"num_hidden_layers": 7} if "Gemma3" in name else {}
+        write_model(folder / "models" / name, name, **sizes, max_position_embeddings=2048)
+        quantry.quantize(folder / "models" / name, folder / name, preset="gguf-f16")
+        asked[name] = [{"context": 2048, "outputs": 1}]
+    files = {name: folder / ("gguf-q8_0" if name == "without flash" else name) for name in asked}
+    answers = ask_all([(next(files[name].glob("*.gguf")), wishes) for name, wishes in asked.items()])
+    (folder / "logs.json").write_text(json.dumps(dict(zip(asked, answers, strict=True))))
+
+
+@pytest.fixture(scope="session")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shared(tmp_path_factory, "llamacpp_logs", write_logs)
+
+
+def logged(logs: Path, name: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((logs / "logs.json").read_text())[name]
+    return rows
 
 
 def predicted(checkpoint: Checkpoint, name: str, kv: str, context: int, sequences: int, outputs: int) -> Footprint:
-    return footprint(
+    return needed(
         checkpoint, recipe(name), "llama.cpp", Workload(context, sequences), kv=kv, device=device("cpu"),
         settings=Settings(outputs=outputs, sequences=sequences),
     )  # fmt: skip
@@ -167,53 +199,41 @@ def compute(found: Footprint) -> int:
 
 
 @pytest.mark.parametrize("name", DEMO_PRESETS)
-def test_llamacpp_logs_what_is_predicted(demo_files: dict[str, Path], name: str) -> None:
+def test_llamacpp_logs_what_is_predicted(logs: Path, name: str) -> None:
     """Model, KV, compute and output buffers of the demo at several contexts, cache types and numbers of sequences."""
-    loads = list(product(("f16", "q8_0", "q4_0"), ((512, 1, 512), (1024, 1, 1), (512, 3, 3))))
-    wishes = [
-        {"context": context * sequences, "sequences": sequences, "outputs": outputs, "kv": kv}
-        for kv, (context, sequences, outputs) in loads
-    ]
-    for (kv, load), logged in zip(loads, ask(demo_files[name], *wishes), strict=True):
+    for (kv, load), row in zip(LOADS, logged(logs, name), strict=True):
         found = predicted(open_checkpoint("demo"), name, kv, *load)
-        assert found.weights == logged["weights"]
-        mapped = logged["model"]["CPU_Mapped"]
-        assert mapped + logged["model"].get("CPU_REPACK", 0) >= found.weights / MIB * (1 - WITHIN)
-        if "CPU_REPACK" not in logged["model"]:
+        assert found.weights == row["weights"]
+        mapped = row["model"]["CPU_Mapped"]
+        assert mapped + row["model"].get("CPU_REPACK", 0) >= found.weights / MIB * (1 - WITHIN)
+        if "CPU_REPACK" not in row["model"]:
             assert mapped * MIB == pytest.approx(found.weights, rel=WITHIN)
-        assert found.kv_cache / MIB == pytest.approx(logged["caches"][0][0], rel=WITHIN), (kv, load)
-        assert compute(found) / MIB == pytest.approx(logged["compute"]["CPU"], rel=WITHIN), (kv, load)
-        assert found.parts["overhead: logits"] / MIB == pytest.approx(logged["output"]["CPU"], abs=0.006)
+        assert found.kv_cache / MIB == pytest.approx(row["caches"][0][0], rel=WITHIN), (kv, load)
+        assert compute(found) / MIB == pytest.approx(row["compute"]["CPU"], rel=WITHIN), (kv, load)
+        assert found.parts["overhead: logits"] / MIB == pytest.approx(row["output"]["CPU"], abs=0.006)
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    ["MixtralForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM", "Qwen2MoeForCausalLM"],
-)
-def test_llamacpp_buffers_of_other_architectures(tmp_path: Path, architecture: str) -> None:
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_llamacpp_buffers_of_other_architectures(logs: Path, architecture: str) -> None:
     """Experts, sliding windows, fused projections: cells and buffers are those that llama.cpp logs."""
-    sizes = {"num_hidden_layers": 7} if "Gemma3" in architecture else {}
-    write_model(tmp_path / "model", architecture, **sizes, max_position_embeddings=2048)
-    quantry.quantize(tmp_path / "model", tmp_path / "out", preset="gguf-f16")
-    [logged] = ask(next((tmp_path / "out").glob("*.gguf")), {"context": 2048, "outputs": 1})
-    found = predicted(open_checkpoint(tmp_path / "model"), "gguf-f16", "f16", 2048, 1, 1)
-    assert found.weights == logged["weights"]
-    assert found.kv_cache / MIB == pytest.approx(sum(cache[0] for cache in logged["caches"]), rel=WITHIN, abs=0.011)
-    assert compute(found) / MIB == pytest.approx(logged["compute"]["CPU"], rel=WITHIN)
+    (row,) = logged(logs, architecture)
+    found = predicted(open_checkpoint(logs / "models" / architecture), "gguf-f16", "f16", 2048, 1, 1)
+    assert found.weights == row["weights"]
+    assert found.kv_cache / MIB == pytest.approx(sum(cache[0] for cache in row["caches"]), rel=WITHIN, abs=0.011)
+    assert compute(found) / MIB == pytest.approx(row["compute"]["CPU"], rel=WITHIN)
 
 
-def test_llamacpp_without_flash_attention(demo_files: dict[str, Path]) -> None:
+def test_llamacpp_without_flash_attention(logs: Path) -> None:
     """All scores of a batch at once: the buffer grows with the context."""
-    checkpoint, settings = open_checkpoint("demo"), Settings(flash=False, outputs=1)
+    checkpoint = open_checkpoint("demo")
+    found = deployment(checkpoint, "gguf-q8_0", "llama.cpp", "cpu", settings=Settings(flash=False, outputs=1))
     layers = [layer for layer in layers_of(checkpoint.config) if layer]
-    wishes = [{"context": context, "outputs": 1, "flash": 0} for context in (512, 1024)]
-    for wish, logged in zip(wishes, ask(demo_files["gguf-q8_0"], *wishes), strict=True):
-        load = Sequences(wish["context"], 1, 512, 1)
-        batch = ggml_batch(checkpoint, load, settings, widths(checkpoint.config), layers)
-        assert buffer_bytes(batch) / MIB == pytest.approx(logged["compute"]["CPU"], rel=WITHIN)
+    for wish, row in zip(WITHOUT_FLASH, logged(logs, "without flash"), strict=True):
+        batch = ggml_batch(found, Sequences(wish["context"], 1, 512, 1), layers)
+        assert buffer_bytes(batch) / MIB == pytest.approx(row["compute"]["CPU"], rel=WITHIN)
 
 
-PLAIN = Batch(
+PLAIN = GraphBatch(
     hidden=1024, inner=4096, queries=1024, keys=256, values=256, heads=16, vocabulary=32000, layers=4, tokens=512,
     outputs=1, cells=(4096,),
 )  # fmt: skip
@@ -251,11 +271,12 @@ def test_allocator_takes_the_smallest_hole() -> None:
     assert lay_out(inputs, nodes) == 128 + 32 + 64 + 32 + 32
 
 
+@sampled
 def test_buffers_that_llamacpp_logged_for_real_shapes() -> None:
     """What benchmarks/llamacpp_memory.py was told for twenty models, and for a real one of 135M, predicted anew."""
     rows = json.loads((RESULTS / "llamacpp_memory.json").read_text())["rows"]
     assert len({row["model"] for row in rows}) == 21
-    for row in rows:
+    for row in rows[:: 1 if DEEP else 7]:
         config = open_model("smollm2-135m" if row["model"] == "reference" else row["model"]).config
         made = from_config({**config, "norm_topk_prob": True}, "made")
         found = predicted(made, row["preset"], row["kv"], row["context"], row["sequences"], row["sequences"])
@@ -266,7 +287,7 @@ def test_buffers_that_llamacpp_logged_for_real_shapes() -> None:
 
 def test_tied_head_is_copied_to_a_gpu() -> None:
     """The host keeps the embedding, and the GPU gets it again as the head."""
-    found = footprint(
+    found = needed(
         open_model("llama-3.2-1b"), recipe("gguf-q8_0"), "llama.cpp", Workload(4096), device=device("RTX 3060")
     )
     assert found.parts["weights: embedding and head"] == found.parts["weights: embedding and head (host)"] > 0
@@ -313,7 +334,7 @@ def test_cache_grows_as_the_layers_say() -> None:
 
     def cache(name: str, context: int, concurrency: int = 1, **rest: Any) -> int:
         found = deployment(open_model(name), "bf16", "vllm", "8x H200", **rest)
-        return footprint_of(found, Workload(context, concurrency)).kv_cache
+        return footprint(found, Workload(context, concurrency)).kv_cache
 
     assert cache("llama-3-8b", 8192) == 2 * cache("llama-3-8b", 4096) == 8192 * 131_072
     assert cache("llama-3-8b", 4096, 7) == 7 * cache("llama-3-8b", 4096)
@@ -331,7 +352,7 @@ def test_hybrid_cache_of_vllm_pads_groups() -> None:
     found = deployment(open_model("gemma-3-27b"), "bf16", "vllm", "H200", settings=Settings(tokens=1024))
     page = 16 * 16 * 128 * 2 * 2
     full, window = ceil(32768 / 16), ceil((1024 - 1 + 2 * 1024) / 16) + 1
-    cache = footprint_of(found, Workload(32768)).kv_cache
+    cache = footprint(found, Workload(32768)).kv_cache
     assert cache == 10 * page * (full + 6 * window)
 
 
@@ -341,30 +362,31 @@ def test_hybrid_cache_of_vllm_takes_the_larger_group_where_kinds_are_nearly_even
     checkpoint = shape(25, layer_types=kinds, sliding_window=128, head_dim=64)
     found = deployment(checkpoint, "bf16", "vllm", "H200", settings=Settings(tokens=64))
     page = 16 * 4 * 64 * 2 * 2
-    cache = footprint_of(found, Workload(4096)).kv_cache
+    cache = footprint(found, Workload(4096)).kv_cache
     assert cache == 13 * page * (ceil(4096 / 16) + ceil((127 + 128) / 16) + 1)
 
 
 def test_llamacpp_slides_only_where_it_knows_how() -> None:
     """A Mistral is a Llama to llama.cpp, which keeps all its tokens; a Gemma slides, with room for a batch."""
     mistral = deployment(open_model("mistral-7b-v0.1"), "gguf-q8_0", "llama.cpp", "cpu")
-    assert footprint_of(mistral, Workload(32768)).kv_cache == 32768 * 131_072
+    assert footprint(mistral, Workload(32768)).kv_cache == 32768 * 131_072
     gemma = deployment(open_model("gemma-3-1b"), "gguf-q8_0", "llama.cpp", "cpu")
     each = 256 * 2 * 2  # one KV head of 256
-    assert footprint_of(gemma, Workload(16384)).kv_cache == each * (4 * 16384 + 22 * 1024)
+    assert footprint(gemma, Workload(16384)).kv_cache == each * (4 * 16384 + 22 * 1024)
 
 
 # ---- weights ----
 
 
+@sampled
 def test_demo_is_what_a_dry_run_says() -> None:
     """The bytes of every preset, in every format of it."""
     checkpoint = open_checkpoint("demo")
-    for preset in presets().values():
-        for form in preset.formats:
-            said = quantry.quantize("demo", "out", preset=preset.name, format=form, dry_run=True)
-            assert memory.weights_bytes(checkpoint, Recipe(preset, form)) == said.bytes, (preset.name, form)
-    assert memory.weights_bytes(checkpoint, None) == dissect(checkpoint).bytes
+    pairs = [(preset, form) for preset in presets().values() for form in preset.formats]
+    for preset, form in pairs[:: 1 if DEEP else 7]:
+        said = quantry.quantize("demo", "out", preset=preset.name, format=form, dry_run=True)
+        assert weights_bytes(checkpoint, Recipe(preset, form)) == said.bytes, (preset.name, form)
+    assert weights_bytes(checkpoint, None) == dissect(checkpoint).bytes
 
 
 def restated(checkpoint: Checkpoint, grid: Grid, form: str) -> int:
@@ -394,10 +416,11 @@ def restated(checkpoint: Checkpoint, grid: Grid, form: str) -> int:
     return total
 
 
+@sampled
 def test_weights_of_random_shapes_and_schemes() -> None:
     """Two hundred of them, against a plain sum over the tensors."""
     drawn = random.Random(0)
-    for _ in range(200):
+    for _ in range(rounds(200)):
         heads, size = drawn.choice((4, 8, 16)), drawn.choice((32, 64, 128))
         checkpoint = shape(
             drawn.randint(1, 6), hidden_size=128 * drawn.randint(1, 6), intermediate_size=128 * drawn.randint(1, 9),
@@ -413,7 +436,7 @@ def test_weights_of_random_shapes_and_schemes() -> None:
         if grid.bits == 8 and grid.kind == "int":
             grid = replace(grid, symmetric=True)
         try:
-            found = memory.weights_bytes(checkpoint, Recipe(Preset("made", "", Scheme(grid), (form,)), form))
+            found = weights_bytes(checkpoint, Recipe(Preset("made", "", Scheme(grid), (form,)), form))
         except QuantryError as error:  # 128 columns of a head do not fit every group
             assert "divided" in error.problem or "multiple" in error.problem, error
             continue
@@ -422,22 +445,23 @@ def test_weights_of_random_shapes_and_schemes() -> None:
 
 def test_rules_and_equal_blocks_give_the_same_sum() -> None:
     """A rule for one block is counted once; without rules blocks are divided once and counted often."""
-    checkpoint = open_model("qwen3-30b-a3b")
+    config = {**known_models()["qwen3-30b-a3b"].config, "num_hidden_layers": 3, "num_experts": 16}
+    checkpoint = from_config(config, "made")
     plain, kept = recipe("w4a16"), recipe("bf16")
     ruled = replace(plain, rules=(Rule("*.layers.0.*", None),))
-    saved = memory.weights_bytes(checkpoint, plain)
+    saved = weights_bytes(checkpoint, plain)
     first = [
         tensor for tensor in checkpoint.tensors if ".layers.0." in tensor.name and tensor.name.endswith("_proj.weight")
     ]
     bits = sum(tensor.nbytes - (tensor.numel // 2 + tensor.numel // 128 * 2 + 16) for tensor in first)
-    assert memory.weights_bytes(checkpoint, ruled) == saved + bits
-    assert memory.weights_bytes(checkpoint, kept) == sum(tensor.nbytes for tensor in checkpoint.tensors)
+    assert weights_bytes(checkpoint, ruled) == saved + bits
+    assert weights_bytes(checkpoint, kept) == sum(tensor.nbytes for tensor in checkpoint.tensors)
 
 
 def test_drafts_are_stored_but_not_loaded() -> None:
     """The MTP heads of DeepSeek V3 are 14B parameters that an engine leaves on the disk."""
     checkpoint = open_model("deepseek-v3")
-    found = footprint(checkpoint, recipe("bf16"), "vllm", Workload(4096), device=device("H200"))
+    found = needed(checkpoint, recipe("bf16"), "vllm", Workload(4096), device=device("H200"))
     made = found.parts["weights: rotary table"] + found.parts["weights: second form of MLA"]
     layers = stored(checkpoint, recipe("bf16"))
     drafts = sum(layers.size(weight) for weight in layers.outside if weight.part == "MTP heads")
@@ -459,8 +483,8 @@ REPEATED = {  # bytes of quantized layers that every device has: shapes, or scal
 def test_tensor_parallel_shares_the_weights(name: str, devices: int) -> None:
     """What is cut adds up again; what is not (norms, the rotary table, some scales) is on every device."""
     checkpoint = open_model("llama-3.1-70b")
-    one = footprint(checkpoint, recipe(name), "vllm", Workload(4096), device=device("H100"))
-    many = footprint(checkpoint, recipe(name), "vllm", Workload(4096), device=device("H100"), tensor_parallel=devices)
+    one = needed(checkpoint, recipe(name), "vllm", Workload(4096), device=device("H100"))
+    many = needed(checkpoint, recipe(name), "vllm", Workload(4096), device=device("H100"), tensor_parallel=devices)
     norms = (80 * 2 + 1) * 8192 * 2
     each = REPEATED[name] + norms + one.parts["weights: rotary table"]
     assert many.weights == one.weights + (devices - 1) * each
@@ -471,7 +495,7 @@ def test_tensor_parallel_repeats_kv_heads_and_pads_the_vocabulary() -> None:
     wide = shape(num_attention_heads=16, num_key_value_heads=4, head_dim=64, vocab_size=32001)
 
     def weights(devices: int) -> Footprint:
-        return footprint(wide, recipe("bf16"), "vllm", Workload(512), device=device("H100"), tensor_parallel=devices)
+        return needed(wide, recipe("bf16"), "vllm", Workload(512), device=device("H100"), tensor_parallel=devices)
 
     matrices = 4 * 2 * 1024 * 4 * 64 * 2  # k and v of four layers
     cut = {devices: weights(devices).parts["weights: layers in 16 bit"] for devices in (4, 8)}
@@ -483,15 +507,15 @@ def test_tensor_parallel_repeats_kv_heads_and_pads_the_vocabulary() -> None:
 def test_pipeline_parallel_shares_layers_as_vllm_does() -> None:
     """30 layers in four stages are 7, 8, 8, 7; the ends have embedding and head besides."""
     checkpoint = shape(30)
-    found = [
-        (place.layers, embedding, head)
-        for place, _, embedding, head in memory._places(
-            deployment(checkpoint, "bf16", "vllm", "4x H100", pipeline_parallel=4), 30
-        )
+    found = deployment(checkpoint, "bf16", "vllm", "4x H100", pipeline_parallel=4)
+    assert [(stage.layers, stage.embedding, stage.head) for stage in stages(found, 30)] == [
+        (7, True, False),
+        (8, False, False),
+        (8, False, False),
+        (7, False, True),
     ]
-    assert found == [(7, True, False), (8, False, False), (8, False, False), (7, False, True)]
-    one = footprint(checkpoint, recipe("bf16"), "vllm", Workload(4096), device=device("H100"))
-    four = footprint(checkpoint, recipe("bf16"), "vllm", Workload(4096), device=device("H100"), pipeline_parallel=4)
+    one = needed(checkpoint, recipe("bf16"), "vllm", Workload(4096), device=device("H100"))
+    four = needed(checkpoint, recipe("bf16"), "vllm", Workload(4096), device=device("H100"), pipeline_parallel=4)
     tables = one.parts["weights: rotary table"]
     assert four.weights == one.weights + 3 * tables
     assert four.kv_cache == one.kv_cache
@@ -501,39 +525,41 @@ def test_layers_that_fit_on_a_gpu() -> None:
     """As many as fit and not one more; what is not there is with the host."""
     found = deployment(open_model("llama-3.1-70b"), "gguf-q4_k_m", "llama.cpp", "RTX 3090")
     load = Workload(8192)
-    count = memory.most_layers(found, load)
+    count = most_layers(found, load)
     assert 0 < count < 81
-    fits, more = (footprint_of(replace(found, offload_layers=number), load) for number in (count, count + 1))
-    assert fits.per_device <= memory.room(found) < more.per_device
-    assert fits.total - fits.per_device == memory.host_memory(fits)
-    none, whole = (footprint_of(replace(found, offload_layers=number), load) for number in (0, 81))
-    assert none.weights == fits.weights == whole.weights == memory.weights_bytes(found.checkpoint, found.recipe)
+    fits, more = (footprint(replace(found, offload_layers=number), load) for number in (count, count + 1))
+    assert fits.per_device <= room(found) < more.per_device
+    assert fits.total - fits.per_device == host_memory(fits)
+    none, whole = (footprint(replace(found, offload_layers=number), load) for number in (0, 81))
+    assert none.weights == fits.weights == whole.weights == weights_bytes(found.checkpoint, found.recipe)
     assert none.kv_cache == fits.kv_cache == whole.kv_cache
     small = deployment(open_model("llama-3.2-1b"), "gguf-q4_k_m", "llama.cpp", "RTX 3090")
-    assert memory.most_layers(small, load) == 17
+    assert most_layers(small, load) == 17
 
 
 def test_the_head_is_the_first_that_a_gpu_gets() -> None:
     """Then the last layer, and so on: as -ngl counts them."""
     found = deployment(open_model("llama-3.1-8b"), "gguf-q8_0", "llama.cpp", "RTX 3090")
-    parts = [footprint_of(replace(found, offload_layers=count), Workload(512)).parts for count in range(34)]
+    parts = [footprint(replace(found, offload_layers=count), Workload(512)).parts for count in range(34)]
     layer = parts[0]["weights: quantized layers (host)"] // 32
     for count, seen in enumerate(parts):
         assert seen.get("weights: quantized layers", 0) == max(0, count - 1) * layer
         assert ("weights: embedding and head" in seen) == (count > 0)
 
 
-def test_capacity_and_smallest_memory_belong_together() -> None:
-    """A device of the smallest memory holds the load, and one of a little less does not."""
+def test_capacity_and_footprint_belong_together() -> None:
+    """A device with memory for the footprint of a load holds it, and one with a little less does not."""
     for engine, name in (("vllm", "w4a16"), ("llama.cpp", "gguf-q4_k_m"), ("tensorrt-llm", "fp8-dynamic")):
         found = deployment(
             open_model("llama-3-8b"), name, engine, "RTX 4090", settings=Settings(sequences=16, tokens=512)
         )
-        load = Workload(4096, 8)
-        needed = memory.smallest_memory(found, load)
-        for size, fits in ((needed + MIB, True), (needed - MIB, False)):
+        load, engine_terms = Workload(4096, 8), found.terms
+        kept_free = footprint(found, load).kv_cache * (1 / engine_terms.cache_share - 1)
+        filled = footprint(found, load).per_device + kept_free + engine_terms.margin_mib * MIB
+        least = int(filled / engine_terms.utilization)
+        for size, fits in ((least + MIB, True), (least - MIB, False)):
             tried = replace(found, device=replace(found.device, usable=size))
-            assert (memory.max_concurrency(tried, 4096) >= 8) == fits, (engine, size)
+            assert (max_concurrency(tried, 4096) >= 8) == fits, (engine, size)
 
 
 def test_parts_are_the_whole() -> None:
@@ -541,7 +567,7 @@ def test_parts_are_the_whole() -> None:
     for engine in engines():
         name = "gguf-q4_k_m" if engine in ("llama.cpp", "ollama") else "bf16"
         for where in ("RTX 4090", "cpu", "M2 16GB"):
-            found = footprint(open_model("qwen2.5-7b"), recipe(name), engine, Workload(2048, 2), device=device(where))
+            found = needed(open_model("qwen2.5-7b"), recipe(name), engine, Workload(2048, 2), device=device(where))
             assert sum(found.parts.values()) == found.total > 0
             assert found.per_device <= found.total
 
@@ -576,13 +602,13 @@ def test_job_needs_about_what_was_measured() -> None:
     wide = shape(4, hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8)
     streamed = json.loads((RESULTS / "streaming.json").read_text())
     for name in ("fp8-dynamic", "w4a16"):
-        cost = memory.job_cost(wide, recipe(name))
+        cost = job_cost(wide, recipe(name))
         for layers in (4, 8):
             assert cost.ram == pytest.approx(streamed[f"{name}, {layers} layers"]["peak_anonymous_bytes"], rel=0.1)
         assert cost.vram == 0
-        assert cost.disk == memory.weights_bytes(wide, recipe(name))
+        assert cost.disk == weights_bytes(wide, recipe(name))
         peak = json.loads((RESULTS / "gpu_quantize.json").read_text())[name]["peak_gpu_bytes"]
-        gpu = memory.job_cost(open_model("llama-3-8b"), recipe(name), "cuda")
+        gpu = job_cost(open_model("llama-3-8b"), recipe(name), "cuda")
         assert gpu.vram - 500 * MIB == pytest.approx(peak, rel=0.1)
 
 
@@ -593,29 +619,29 @@ def test_job_is_never_much_smaller_than_measured() -> None:
         vocabulary = int(name.split()[-1]) if "vocabulary" in name else 4096
         made = shape(1, hidden_size=hidden, intermediate_size=inner, vocab_size=vocabulary, num_attention_heads=32)
         for preset, peak in rows.items():
-            assert memory.job_cost(made, recipe(preset)).ram > 0.9 * peak, (name, preset)
+            assert job_cost(made, recipe(preset)).ram > 0.9 * peak, (name, preset)
 
 
 # ---- bad input ----
 
 BAD: list[tuple[str, Callable[[], object]]] = [
-    ("context", lambda: footprint_of(deployment(shape(), "bf16", "vllm", "H100"), Workload(0))),
-    ("context", lambda: footprint_of(deployment(shape(), "bf16", "vllm", "H100"), Workload("4096"))),  # type: ignore[arg-type]
-    ("concurrency", lambda: footprint_of(deployment(shape(), "bf16", "vllm", "H100"), Workload(4096, 0))),
-    ("concurrency", lambda: footprint_of(deployment(shape(), "bf16", "vllm", "H100"), Workload(4096, -1))),
+    ("context", lambda: footprint(deployment(shape(), "bf16", "vllm", "H100"), Workload(0))),
+    ("context", lambda: footprint(deployment(shape(), "bf16", "vllm", "H100"), Workload("4096"))),  # type: ignore[arg-type]
+    ("concurrency", lambda: footprint(deployment(shape(), "bf16", "vllm", "H100"), Workload(4096, 0))),
+    ("concurrency", lambda: footprint(deployment(shape(), "bf16", "vllm", "H100"), Workload(4096, -1))),
     ("context", lambda: kv_capacity(deployment(shape(), "bf16", "vllm", "H100"), 0)),
-    ("heads", lambda: footprint_of(deployment(shape(), "bf16", "vllm", "H100", tensor_parallel=3), Workload(512))),
-    ("KV heads", lambda: footprint_of(deployment(shape(num_attention_heads=24, num_key_value_heads=6, head_dim=64), "bf16", "vllm", "H100", tensor_parallel=4), Workload(512))),
-    ("tensor parallel", lambda: footprint_of(deployment(shape(), "bf16", "vllm", "H100", tensor_parallel=0), Workload(512))),
-    ("2817 outputs", lambda: footprint_of(deployment(shape(intermediate_size=2817), "bf16", "vllm", "H100", tensor_parallel=2), Workload(512))),
-    ("groups", lambda: footprint_of(deployment(shape(intermediate_size=2816), "w4a16", "vllm", "H100", tensor_parallel=4), Workload(512))),
-    ("pipeline", lambda: footprint_of(deployment(shape(), "bf16", "vllm", "H100", pipeline_parallel=5), Workload(512))),
-    ("offload", lambda: footprint_of(deployment(shape(), "gguf-q8_0", "llama.cpp", "RTX 3090", offload_layers=6), Workload(512))),
-    ("offload", lambda: footprint_of(deployment(shape(), "bf16", "vllm", "H100", offload_layers=2), Workload(512))),
-    ("offload", lambda: footprint_of(deployment(shape(), "gguf-q8_0", "llama.cpp", "cpu", offload_layers=2), Workload(512))),
-    ("KV cache of type", lambda: footprint_of(deployment(shape(), "bf16", "vllm", "H100", kv="int8"), Workload(512))),
-    ("KV cache of type", lambda: footprint_of(deployment(shape(), "gguf-q8_0", "llama.cpp", "cpu", kv="fp8"), Workload(512))),
-    ("unknown engine", lambda: footprint_of(deployment(shape(), "bf16", "vlm", "H100"), Workload(512))),
+    ("heads", lambda: footprint(deployment(shape(), "bf16", "vllm", "H100", tensor_parallel=3), Workload(512))),
+    ("KV heads", lambda: footprint(deployment(shape(num_attention_heads=24, num_key_value_heads=6, head_dim=64), "bf16", "vllm", "H100", tensor_parallel=4), Workload(512))),
+    ("tensor parallel", lambda: footprint(deployment(shape(), "bf16", "vllm", "H100", tensor_parallel=0), Workload(512))),
+    ("2817 outputs", lambda: footprint(deployment(shape(intermediate_size=2817), "bf16", "vllm", "H100", tensor_parallel=2), Workload(512))),
+    ("groups", lambda: footprint(deployment(shape(intermediate_size=2816), "w4a16", "vllm", "H100", tensor_parallel=4), Workload(512))),
+    ("pipeline", lambda: footprint(deployment(shape(), "bf16", "vllm", "H100", pipeline_parallel=5), Workload(512))),
+    ("offload", lambda: footprint(deployment(shape(), "gguf-q8_0", "llama.cpp", "RTX 3090", offload_layers=6), Workload(512))),
+    ("offload", lambda: footprint(deployment(shape(), "bf16", "vllm", "H100", offload_layers=2), Workload(512))),
+    ("offload", lambda: footprint(deployment(shape(), "gguf-q8_0", "llama.cpp", "cpu", offload_layers=2), Workload(512))),
+    ("KV cache of type", lambda: footprint(deployment(shape(), "bf16", "vllm", "H100", kv="int8"), Workload(512))),
+    ("KV cache of type", lambda: footprint(deployment(shape(), "gguf-q8_0", "llama.cpp", "cpu", kv="fp8"), Workload(512))),
+    ("unknown engine", lambda: footprint(deployment(shape(), "bf16", "vlm", "H100"), Workload(512))),
     ("utilization", lambda: Settings(utilization=1.5)),
     ("tokens", lambda: Settings(tokens=0)),
 ]  # fmt: skip
@@ -630,25 +656,6 @@ def test_bad_input_is_told_in_one_line(words: str, call: Callable[[], object]) -
     assert caught.value.fix
 
 
-def test_context_above_the_models_own_is_possible_and_said() -> None:
-    checkpoint = open_model("llama-3-8b")
-    assert memory.notes(checkpoint, Workload(8192)) == ()
-    assert "8192" in memory.notes(checkpoint, Workload(16384))[0]
-    assert (
-        footprint(checkpoint, recipe("bf16"), "vllm", Workload(16384), device=device("H100")).kv_cache
-        == 16384 * 131_072
-    )
-
-
-def test_no_torch_is_imported() -> None:
-    code = (
-        "import sys; from quantry.planning import models; from quantry.planning.memory import footprint as memory; from quantry.quantizing.recipe import Recipe, presets;"
-        "from quantry.devices.catalogue import parse; from quantry.types import Workload;"
-        "p = presets();"
-        "c = models.open_model('llama-3.1-70b'); d = parse('H100').device;"
-        "memory.footprint(c, Recipe(p['w4a16'], 'awq'), 'vllm', Workload(4096), device=d);"
-        "memory.footprint(c, Recipe(p['gguf-q4_k_m'], 'gguf'), 'llama.cpp', Workload(4096), device=d);"
-        "print(sorted(name for name in sys.modules if name in ('torch', 'transformers', 'xllamacpp')))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+def test_context_above_the_models_own_is_possible() -> None:
+    found = needed(open_model("llama-3-8b"), recipe("bf16"), "vllm", Workload(16384), device=device("H100"))
+    assert found.kv_cache == 16384 * 131_072

@@ -5,7 +5,6 @@ not seen the batch size. The fit is that of benchmarks/fit_speed.py, run here on
 """
 
 import importlib.util
-import subprocess
 import sys
 import tomllib
 from dataclasses import replace
@@ -15,22 +14,18 @@ from typing import Any
 
 import pytest
 
+from depth import cases, deep
 from quantry.devices import Device, Hardware, Link
 from quantry.devices.catalogue import catalogue, parse
 from quantry.errors import QuantryError, UnknownNameError
+from quantry.planning.deployment import Deployment
 from quantry.planning.memory.terms import CacheType
 from quantry.planning.models import open_model
-from quantry.planning.speed import throughput
-from quantry.planning.speed.throughput import (
-    Factors,
-    Place,
-    Prediction,
-    break_even,
-    factors_for,
-    speed,
-    tokens_per_dollar,
-)
-from quantry.planning.speed.work import Work, work_of
+from quantry.planning.speed import seconds
+from quantry.planning.speed.factors import Factors, all_factors, factors_for
+from quantry.planning.speed.seconds import Runtime, matrix_seconds
+from quantry.planning.speed.throughput import BreakEven, Prediction, break_even, speed, tokens_per_dollar
+from quantry.planning.speed.work import StepWork, work_of
 from quantry.quantizing.recipe import Recipe, build
 from quantry.types import Checkpoint, Speed, Workload
 
@@ -66,8 +61,20 @@ def h200() -> Hardware:
     return parse("H200")
 
 
+def predicted(
+    model: Checkpoint, preset: str, engine: str, hardware: Hardware, batch: int = 1, devices: int = 1,
+    load: Workload = LOAD, **rest: Any,
+) -> Prediction:  # fmt: skip
+    deployment = Deployment(model, recipe(preset), engine, hardware.device, tensor_parallel=devices, **rest)
+    return speed(deployment, replace(load, concurrency=batch), hardware.cpu)
+
+
+def compared(model: Checkpoint, preset: str, engine: str, hardware: Hardware, batch: int) -> BreakEven:
+    return break_even(Deployment(model, recipe(preset), engine, hardware.device), replace(LOAD, concurrency=batch))
+
+
 def decode(model: Checkpoint, preset: str, hardware: Hardware, batch: int = 1, engine: str = "vllm") -> float:
-    return speed(model, recipe(preset), engine, hardware, LOAD, batch).decode_tokens_per_s
+    return predicted(model, preset, engine, hardware, batch).decode_tokens_per_s
 
 
 def with_device(hardware: Hardware, **changes: object) -> Hardware:
@@ -99,6 +106,7 @@ def test_the_stored_factors_meet_the_table_within_15_percent(fitting: ModuleType
     assert worst["prefill"] <= 0.15
 
 
+@deep
 def test_a_batch_size_that_was_left_out_is_met_within_25_percent(fitting: ModuleType) -> None:
     fit = next(fit for fit in fitting.FITS if fit.row == "vllm hopper")
     found = fitting.left_out(fit, fitting.points(fit.tables))
@@ -106,7 +114,10 @@ def test_a_batch_size_that_was_left_out_is_met_within_25_percent(fitting: Module
     assert all(error <= 0.25 for errors in found.values() for error in errors.values()), found
 
 
-@pytest.mark.parametrize("row", ["vllm hopper", "llama.cpp cuda", "llama.cpp apple", "llama.cpp x86", "llama.cpp arm"])
+ROWS = ("vllm hopper", "llama.cpp cuda", "llama.cpp apple", "llama.cpp x86", "llama.cpp arm")
+
+
+@pytest.mark.parametrize("row", cases(ROWS, ROWS[1:]))
 def test_the_stored_factors_are_those_of_the_fit(fitting: ModuleType, row: str) -> None:
     """Numbers may be rounded; a fit has far fewer of them than points, and `spread` covers nine of ten errors."""
     fit = next(fit for fit in fitting.FITS if fit.row == row)
@@ -132,7 +143,7 @@ def test_two_gpus_that_no_fit_has_seen(fitting: ModuleType) -> None:
 def test_every_table_says_where_it_is_from() -> None:
     for row in tomllib.loads((BENCHMARKS / "measurements.toml").read_text(encoding="utf-8"))["tables"]:
         assert all(row[name] for name in ("source", "date", "version")), row["name"]
-    for factors in throughput.factors():
+    for factors in all_factors():
         assert factors.source
         assert factors.date
         assert 0 < factors.spread < 1
@@ -157,7 +168,7 @@ def test_a_step_is_the_sum_that_the_formula_says(llama: Checkpoint, h200: Hardwa
             + batch * 640 * 131072 / bandwidth
             + batch * width * 2 * factors.passes / bandwidth
         )  # fmt: skip
-        found = speed(llama, recipe("bf16"), "vllm", h200, LOAD, batch)
+        found = predicted(llama, "bf16", "vllm", h200, batch)
         assert found.step_s == pytest.approx(expected, rel=1e-6)
         assert found.decode_tokens_per_s == pytest.approx(batch / expected, rel=1e-6)
 
@@ -176,7 +187,7 @@ def test_a_prompt_is_the_norm_that_the_formula_says(llama: Checkpoint, h200: Har
     )
     host = factors.step + 32 * factors.launch["weight-only"]
     expected = (host**factors.overlap + device**factors.overlap) ** (1 / factors.overlap)
-    found = speed(llama, recipe("w4a16"), "vllm", h200, LOAD, 1)
+    found = predicted(llama, "w4a16", "vllm", h200, 1)
     assert found.first_token_s == pytest.approx(expected, rel=1e-6)
     assert found.prefill_tokens_per_s == found.prompts_tokens_per_s == pytest.approx(512 / expected, rel=1e-6)
 
@@ -206,11 +217,11 @@ def test_experts_that_a_batch_touches() -> None:
     deep = work_of(open_model("deepseek-v3"), recipe("bf16"))
     assert deep.experts.weights == 58 * 256 * 3 * 2048 * 7168  # the shared expert is read by every token
     assert deep.dense.weights > 58 * 3 * 2048 * 7168 + 3 * 3 * 18432 * 7168 + 61 * 150e6
-    place = Place(parse("H200").device, replace(factors_for("vllm", parse("H200").device), unpack=0))
-    busy = throughput._matrix_seconds(work, place, "16-bit", 1e6, 0)
+    runtime = Runtime(parse("H200").device, replace(factors_for("vllm", parse("H200").device), unpack=0))
+    busy = matrix_seconds(work, runtime, "16-bit", 1e6, 0)
     active = work.dense.weights + work.experts.weights * 8 / 128
     assert busy.total == pytest.approx(
-        2 * active * 1e6 / (989.4e12 * 0.8) + work.head.bytes / place.bandwidth, rel=1e-3
+        2 * active * 1e6 / (989.4e12 * 0.8) + work.head.bytes / runtime.bandwidth, rel=1e-3
     )
 
 
@@ -237,7 +248,7 @@ def test_no_gpu_outruns_its_memory_or_its_arithmetic(llama: Checkpoint, device: 
     hardware = Hardware((device,), parse("cpu").cpu)
     for engine, preset in (("vllm", "bf16"), ("vllm", "w4a16"), ("llama.cpp", "gguf-q4_k_m")):
         work = work_of(llama, recipe(preset))
-        found = speed(llama, recipe(preset), engine, hardware, LOAD, 1)
+        found = predicted(llama, preset, engine, hardware, 1)
         assert found.decode_tokens_per_s < device.bandwidth / (work.dense.bytes + work.head.bytes)
         fastest = max(device.tflops.values()) * 1e12
         assert found.prefill_tokens_per_s < fastest / (2 * work.dense.weights)
@@ -248,14 +259,14 @@ def test_more_of_anything_is_never_slower(llama: Checkpoint, name: str) -> None:
     plain = parse(name)
     for preset in ("bf16", "w4a16", "w8a8"):
         for batch in (1, 32, 512):
-            before = speed(llama, recipe(preset), "vllm", plain, LOAD, batch)
+            before = predicted(llama, preset, "vllm", plain, batch)
             more = with_device(plain, bandwidth=plain.device.bandwidth * 1.5)
             rates = {dtype: rate * 1.5 for dtype, rate in plain.device.tflops.items()}
             for other in (more, with_device(plain, tflops=rates)):
-                after = speed(llama, recipe(preset), "vllm", other, LOAD, batch)
+                after = predicted(llama, preset, "vllm", other, batch)
                 assert after.step_s <= before.step_s
                 assert after.first_token_s <= before.first_token_s
-            longer = speed(llama, recipe(preset), "vllm", plain, Workload(8192, prompt=4096), batch)
+            longer = predicted(llama, preset, "vllm", plain, batch, load=Workload(8192, prompt=4096))
             assert longer.step_s > before.step_s
             assert longer.first_token_s > before.first_token_s
 
@@ -264,7 +275,7 @@ def test_more_bandwidth_helps_where_memory_is_the_limit(llama: Checkpoint) -> No
     slow = parse("L4")
     fast = with_device(slow, bandwidth=slow.device.bandwidth * 2)
     assert decode(llama, "bf16", fast) > 1.8 * decode(llama, "bf16", slow)
-    assert speed(llama, recipe("bf16"), "vllm", slow, LOAD, 1).bound == "bandwidth"
+    assert predicted(llama, "bf16", "vllm", slow, 1).bound == "bandwidth"
 
 
 @pytest.mark.parametrize("name", ["H200", "A100 80GB SXM", "RTX 4090", "L4", "T4"])
@@ -304,7 +315,7 @@ def test_fewer_bits_are_never_slower_in_llamacpp(llama: Checkpoint, name: str) -
 
 def test_devices_help_only_through_a_link(llama: Checkpoint) -> None:
     def step(hardware: Hardware, devices: int, engine: str = "vllm", preset: str = "bf16") -> float:
-        return speed(llama, recipe(preset), engine, hardware, LOAD, 8, devices).step_s
+        return predicted(llama, preset, engine, hardware, 8, devices).step_s
 
     linked = parse("4x H100")
     assert step(linked, 4) < step(linked, 2) < step(linked, 1)
@@ -319,7 +330,7 @@ def test_devices_help_only_through_a_link(llama: Checkpoint) -> None:
 
 def test_a_prompt_over_a_poor_link_gains_less_than_a_step(llama: Checkpoint) -> None:
     cards = parse("2x RTX 3090")
-    one, two = (speed(llama, recipe("w4a16"), "vllm", cards, LOAD, 1, devices) for devices in (1, 2))
+    one, two = (predicted(llama, "w4a16", "vllm", cards, 1, devices) for devices in (1, 2))
     assert one.first_token_s / two.first_token_s < 2
     assert two.parts.exchange > 0 == one.parts.exchange
 
@@ -327,18 +338,18 @@ def test_a_prompt_over_a_poor_link_gains_less_than_a_step(llama: Checkpoint) -> 
 def test_layers_on_the_host_run_at_its_speed() -> None:
     """A 70B on one 24 GB card: half of it at 90 GB/s makes the step, and the whole on the host is slower still."""
     model, card = open_model("llama-3.1-70b"), parse("RTX 4090")
-    shares = [speed(model, recipe("gguf-q4_k_m"), "llama.cpp", card, LOAD, 1, 1, share) for share in (1, 0.9, 0.5, 0)]
+    shares = [predicted(model, "gguf-q4_k_m", "llama.cpp", card, offload_layers=layers) for layers in (None, 73, 40, 0)]
     steps = [found.step_s for found in shares]
     assert steps == sorted(steps)
     work = work_of(model, recipe("gguf-q4_k_m"))
     assert steps[2] > 0.5 * work.dense.bytes / card.cpu.bandwidth
-    streamed = speed(model, recipe("w4a16"), "vllm", card, LOAD, 1, 1, 0.5)
+    streamed = predicted(model, "w4a16", "vllm", card, offload_layers=40)
     assert streamed.step_s > 0.5 * work_of(model, recipe("w4a16")).dense.bytes / card.device.link.bandwidth
 
 
 def test_a_smaller_cache_type_helps_many_long_sequences(llama: Checkpoint, h200: Hardware) -> None:
     long = Workload(32768, prompt=16384)
-    plain, eight = (speed(llama, recipe("bf16"), "vllm", h200, long, 64, kv=kv) for kv in ("auto", "fp8"))
+    plain, eight = (predicted(llama, "bf16", "vllm", h200, 64, load=long, kv=kv) for kv in ("auto", "fp8"))
     assert plain.parts.bandwidth - eight.parts.bandwidth == pytest.approx(
         64 * (16384 + 128) * 131072 / 2 / (h200.device.bandwidth * 0.9), rel=1e-3
     )
@@ -349,8 +360,7 @@ def test_a_device_without_8_bit_arithmetic_keeps_only_the_smaller_weights(llama:
     a100 = parse("A100 80GB SXM")
     assert decode(llama, "fp8-dynamic", a100) > decode(llama, "bf16", a100)
     eight, weights, plain = (
-        speed(llama, recipe(name), "vllm", a100, LOAD, 32).prompts_tokens_per_s
-        for name in ("fp8-dynamic", "w8a16", "bf16")
+        predicted(llama, name, "vllm", a100, 32).prompts_tokens_per_s for name in ("fp8-dynamic", "w8a16", "bf16")
     )
     assert eight == pytest.approx(weights, rel=0.01)
     assert eight < plain
@@ -358,14 +368,12 @@ def test_a_device_without_8_bit_arithmetic_keeps_only_the_smaller_weights(llama:
 
 def test_llamacpp_on_a_card_without_int8_uses_its_16_bit_rate(llama: Checkpoint) -> None:
     """A V100 has twice the 16-bit rate of a T4."""
-    old, new = (
-        speed(llama, recipe("gguf-q4_k_m"), "llama.cpp", parse(name), LOAD, 1) for name in ("V100 16GB SXM", "T4")
-    )
+    old, new = (predicted(llama, "gguf-q4_k_m", "llama.cpp", parse(name), 1) for name in ("V100 16GB SXM", "T4"))
     assert old.prefill_tokens_per_s > 1.5 * new.prefill_tokens_per_s
 
 
 def test_every_step_is_launched_where_there_are_no_graphs(llama: Checkpoint, h200: Hardware) -> None:
-    graphs, eager = (speed(llama, recipe("bf16"), engine, h200, LOAD, 1).step_s for engine in ("vllm", "transformers"))
+    graphs, eager = (predicted(llama, "bf16", engine, h200, 1).step_s for engine in ("vllm", "transformers"))
     assert eager - graphs == pytest.approx(32 * 729e-6, rel=1e-6)
 
 
@@ -374,7 +382,7 @@ def test_every_step_is_launched_where_there_are_no_graphs(llama: Checkpoint, h20
 
 def test_4_bit_pays_for_one_sequence_and_not_for_many(llama: Checkpoint, h200: Hardware) -> None:
     """Measured: 1.34 times bf16 at 1, 1.22 at 32, as fast at 128; 8-bit inputs win by 1.2 at 128."""
-    few, many = (break_even(llama, recipe("w4a16"), "vllm", h200, LOAD, batch) for batch in (1, 128))
+    few, many = (compared(llama, "w4a16", "vllm", h200, batch) for batch in (1, 128))
     assert few.gain["bf16"] == pytest.approx(1.34, rel=0.1)
     assert few.pays
     assert not many.pays
@@ -390,7 +398,7 @@ def test_4_bit_pays_for_one_sequence_and_not_for_many(llama: Checkpoint, h200: H
 
 
 def test_the_break_even_is_where_the_curves_cross(llama: Checkpoint, h200: Hardware) -> None:
-    found = break_even(llama, recipe("w4a16"), "vllm", h200, LOAD, 16)
+    found = compared(llama, "w4a16", "vllm", h200, 16)
     for rival, batch in found.overtaken.items():
         assert batch is not None
         assert batch > 1
@@ -399,9 +407,9 @@ def test_the_break_even_is_where_the_curves_cross(llama: Checkpoint, h200: Hardw
 
 
 def test_rivals_are_those_that_the_device_computes(llama: Checkpoint) -> None:
-    assert set(break_even(llama, recipe("w4a16"), "vllm", parse("A100 80GB SXM"), LOAD, 1).gain) == {"bf16", "w8a8"}
-    assert set(break_even(llama, recipe("w4a16"), "vllm", parse("V100 16GB SXM"), LOAD, 1).gain) == {"bf16"}
-    files = break_even(llama, recipe("gguf-q4_k_m"), "llama.cpp", parse("cpu"), LOAD, 1)
+    assert set(compared(llama, "w4a16", "vllm", parse("A100 80GB SXM"), 1).gain) == {"bf16", "w8a8"}
+    assert set(compared(llama, "w4a16", "vllm", parse("V100 16GB SXM"), 1).gain) == {"bf16"}
+    files = compared(llama, "gguf-q4_k_m", "llama.cpp", parse("cpu"), 1)
     assert set(files.gain) == {"gguf-f16", "gguf-q8_0"}
     assert files.pays
 
@@ -414,9 +422,9 @@ def test_tokens_for_a_dollar(llama: Checkpoint, h200: Hardware) -> None:
     assert h200.price
     assert listed == pytest.approx(500 * 3600 / h200.price)
     assert tokens_per_dollar(plain, parse("M2 16GB"), load) is None
-    full = speed(llama, recipe("w8a8"), "vllm", h200, LOAD, 128)
+    full = predicted(llama, "w8a8", "vllm", h200, 128)
     assert tokens_per_dollar(full, h200, LOAD) > tokens_per_dollar(  # type: ignore[operator]
-        speed(llama, recipe("w8a8"), "vllm", h200, LOAD, 1), h200, LOAD
+        predicted(llama, "w8a8", "vllm", h200, 1), h200, LOAD
     )
     with pytest.raises(QuantryError, match="price of 0"):
         tokens_per_dollar(plain, h200, load, price=0)
@@ -426,7 +434,7 @@ def test_tokens_for_a_dollar(llama: Checkpoint, h200: Hardware) -> None:
 
 
 def test_what_was_not_measured_says_so(llama: Checkpoint, h200: Hardware) -> None:
-    known = speed(llama, recipe("w4a16"), "vllm", h200, LOAD, 1)
+    known = predicted(llama, "w4a16", "vllm", h200, 1)
     assert known.measured
     assert known.spread == 0.2
     for name, engine, preset in (
@@ -434,14 +442,14 @@ def test_what_was_not_measured_says_so(llama: Checkpoint, h200: Hardware) -> Non
         ("MI300X", "vllm", "bf16"),
         ("T4", "llama.cpp", "gguf-q8_0"),
     ):
-        found = speed(llama, recipe(preset), engine, parse(name), LOAD, 1)
+        found = predicted(llama, preset, engine, parse(name), 1)
         assert not found.measured
         assert found.spread > known.spread
         assert "taken from" in found.source
-    mixture = speed(open_model("qwen3-30b-a3b"), recipe("w4a16"), "vllm", h200, LOAD, 1)
+    mixture = predicted(open_model("qwen3-30b-a3b"), "w4a16", "vllm", h200, 1)
     assert not mixture.measured
     assert mixture.spread > known.spread
-    shared = speed(llama, recipe("w4a16"), "vllm", parse("2x H200"), LOAD, 1, 2)
+    shared = predicted(llama, "w4a16", "vllm", parse("2x H200"), 1, 2)
     assert not shared.measured
     assert shared.spread > known.spread
 
@@ -450,7 +458,7 @@ def test_what_was_not_measured_says_so(llama: Checkpoint, h200: Hardware) -> Non
 def test_every_engine_has_factors(llama: Checkpoint, engine: str) -> None:
     for name in ("H100", "RTX 3090", "B200", "V100"):
         preset = "gguf-q4_k_m" if engine in ("llama.cpp", "ollama") else "bf16"
-        found = speed(llama, recipe(preset), engine, parse(name), LOAD, 4)
+        found = predicted(llama, preset, engine, parse(name), 4)
         assert isinstance(found, Prediction)
         assert 0 < found.first_token_s < 10
         assert 1 < found.decode_tokens_per_s < 1e4
@@ -463,7 +471,7 @@ def test_ollama_is_llamacpp(llama: Checkpoint) -> None:
 
 def test_a_device_of_unknown_rates_gets_an_answer(llama: Checkpoint) -> None:
     strange = with_device(parse("RTX 4090"), tflops={}, family="sm_130")
-    found = speed(llama, recipe("w4a16"), "vllm", strange, LOAD, 1)
+    found = predicted(llama, "w4a16", "vllm", strange, 1)
     assert 10 < found.decode_tokens_per_s < 300
     assert not found.measured
 
@@ -481,32 +489,23 @@ def test_a_stored_file_is_planned_as_it_is(tmp_path: Path) -> None:
 
 
 def test_bad_questions_are_answered_in_one_line(llama: Checkpoint, h200: Hardware) -> None:
-    cases = (
+    mistakes = (
         (UnknownNameError, "did you mean vllm", {"engine": "vlm"}),
         (QuantryError, "batch of 0", {"batch": 0}),
-        (QuantryError, "tensor parallel size of 2 does not suit 1 x H200", {"tensor_parallel": 2}),
-        (QuantryError, "not a share", {"offload": 1.5}),
-        (QuantryError, "nothing to leave there", {"offload": 0.5, "hardware": parse("M2 16GB"), "engine": "llama.cpp"}),
+        (
+            QuantryError,
+            "nothing to leave there",
+            {"offload_layers": 9, "hardware": parse("M2 16GB"), "engine": "llama.cpp"},
+        ),
         (UnknownNameError, "int7", {"kv": "int7"}),
         (QuantryError, "nothing is known of the speed of tgi", {"engine": "tgi", "hardware": parse("cpu")}),
     )
-    for kind, words, changes in cases:
-        given = {"engine": "vllm", "hardware": h200, "workload": LOAD, "batch": 1, **changes}
+    for kind, words, changes in mistakes:
+        given: dict[str, Any] = {"engine": "vllm", "hardware": h200, **changes}
         with pytest.raises(kind, match=words) as caught:
-            speed(llama, recipe("w4a16"), **given)  # type: ignore[arg-type]
+            predicted(llama, "w4a16", **given)
         assert caught.value.exit_code == 2
         assert "\n" not in str(caught.value)
-
-
-def test_planning_speed_needs_no_torch() -> None:
-    code = (
-        "import sys; import quantry.planning.speed.throughput as t; from quantry.planning.models import open_model;"
-        "from quantry.devices.catalogue import parse; from quantry.quantizing.recipe import build;"
-        "from quantry.types import Workload;"
-        "t.speed(open_model('llama-3.1-8b'), build({'preset': 'w4a16'}), 'vllm', parse('H200'),"
-        " Workload(4096), 1); assert not {'torch', 'transformers'} & set(sys.modules), sorted(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # ---- planted mistakes: each must break what it should ----
@@ -536,21 +535,22 @@ def test_a_wrong_factor_misses_the_table(fitting: ModuleType, mistake: dict[str,
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
-        ("_unpack_seconds", lambda *_: 0.01),
-        ("_larger", lambda part, tokens, rate, place: throughput.Seconds(2 * part.weights * tokens / rate)),
-        ("_tflops", lambda device, wanted: 1e12),
+        ("matrix_seconds", lambda work, *_: seconds.Seconds(bandwidth=work.dense.bytes / 4.8e12)),
+        ("effective_kind", lambda work, device: "16-bit"),
+        ("HALF", 16),
     ],
+    ids=["free arithmetic", "all kinds as 16 bit", "bits for bytes"],
 )
 def test_a_wrong_formula_misses_the_table(
     fitting: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, wrong: object
 ) -> None:
-    monkeypatch.setattr(throughput, name, wrong)
+    monkeypatch.setattr(seconds, name, wrong)
     assert worst(fitting, factors_for("vllm", parse("H200").device)) > 0.15
 
 
 def test_work_counts_what_is_left_out() -> None:
     """A vision tower costs a step nothing, and a share of the layers is a share of their bytes."""
-    work: Work = work_of(open_model("gemma-3-27b"), recipe("bf16"))
+    work: StepWork = work_of(open_model("gemma-3-27b"), recipe("bf16"))
     assert work.dense.weights < 26e9  # of 27.4e9 with tower and embedding
     half = work.share(0.5, head=False)
     assert half.dense.bytes == work.dense.bytes / 2

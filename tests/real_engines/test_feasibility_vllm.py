@@ -19,9 +19,11 @@ from environment import HERE, ensure
 from quantry import registry
 from quantry.devices import Device
 from quantry.engines.contract.catalogue import engine, flags, removed
-from quantry.planning import feasibility
-from quantry.planning.feasibility import agrees, feasible
-from quantry.quantizing.recipe import Recipe, presets
+from quantry.planning.conditions import agrees
+from quantry.planning.deployment import Deployment
+from quantry.planning.facts import device_facts, layer_facts
+from quantry.planning.feasibility import feasible
+from quantry.quantizing.recipe import Preset, Recipe, presets
 from quantry.types import Checkpoint, Grid, Scheme, TensorInfo, Verdict
 
 pytestmark = pytest.mark.engines
@@ -157,17 +159,24 @@ def scheme_of(case: Mapping[str, Any]) -> Scheme:
     return Scheme(Grid("int", case["bits"], (1, group), symmetric=not case["zero_points"]))
 
 
+def recipe_of(scheme: Scheme, form: str) -> Recipe:
+    return Recipe(Preset(name="made", about="", scheme=scheme, formats=(form,)), form)
+
+
+def vllm_verdict(model: Checkpoint, recipe: Recipe, capability: int, devices: int = 1) -> Verdict:
+    return feasible(Deployment(model, recipe, "vllm", a_device(capability), VERSION, tensor_parallel=devices))
+
+
 def our_verdict(case: Mapping[str, Any], form: str) -> Verdict:
     model = a_model(case["rows"], case["columns"], case["name"], case["dtype"].upper())
-    return feasible(model, (scheme_of(case), form), "vllm", VERSION, a_device(case["capability"]), case["devices"])
+    return vllm_verdict(model, recipe_of(scheme_of(case), form), case["capability"], case["devices"])
 
 
 def our_kernels(case: Mapping[str, Any]) -> set[str]:
     """All rows that agree, whatever stands before them."""
     model = a_model(case["rows"], case["columns"], case["name"], case["dtype"].upper())
-    recipe = feasibility._recipe(scheme_of(case), "compressed-tensors")
-    (facts,) = feasibility._layers(feasibility._Same(model), recipe, case["devices"])
-    facts = facts | feasibility._deployment(a_device(case["capability"]), case["devices"], (), ())
+    (facts,) = layer_facts(model, recipe_of(scheme_of(case), "compressed-tensors"), case["devices"])
+    facts = facts | device_facts(a_device(case["capability"]), case["devices"], (), ())
     vllm = engine("vllm")
     return {
         str(row.name)
@@ -228,13 +237,7 @@ def chosen_later(case: Mapping[str, Any]) -> bool:
 def test_every_scheme_is_found_where_we_say(questions: Mapping[str, Any], answers: Mapping[str, Any]) -> None:
     model, wrong = a_model(4096, 4096, "o_proj", "BF16"), []
     for case, answer in zip(questions["schemes"], answers["schemes"], strict=True):
-        verdict = feasible(
-            model,
-            Recipe(presets()[case["preset"]], "compressed-tensors"),
-            "vllm",
-            VERSION,
-            a_device(case["capability"]),
-        )
+        verdict = vllm_verdict(model, Recipe(presets()[case["preset"]], "compressed-tensors"), case["capability"])
         if (verdict.outcome == "refusal") != isinstance(answer, str) and not chosen_later(case):
             wrong.append((case["preset"], case["capability"], answer, verdict))
     assert not wrong, wrong[:5]
@@ -252,7 +255,7 @@ def test_kernels_for_small_floats(questions: Mapping[str, Any], answers: Mapping
     for case, answer in zip(questions["schemes"], answers["schemes"], strict=True):
         if not isinstance(answer, str) and answer[1] in names:
             recipe = Recipe(presets()[case["preset"]], "compressed-tensors")
-            verdict = feasible(model, recipe, "vllm", VERSION, a_device(case["capability"]))
+            verdict = vllm_verdict(model, recipe, case["capability"])
             assert verdict.kernel == names[answer[1]], (case["preset"], case["capability"])
             seen.add(answer[1])
     assert seen == set(names)
@@ -267,7 +270,7 @@ def test_fp8_blocks_of_fused_layers(questions: Mapping[str, Any], answers: Mappi
         fused = replace(models[0], tensors=tuple(tensor for one in models for tensor in one.tensors))
         model = same_parent(fused, "mlp" if len(names) == 2 else "self_attn")
         recipe = Recipe(presets()["fp8-block"], "compressed-tensors")
-        verdict = feasible(model, recipe, "vllm", VERSION, a_device(90), case["tensor_parallel"])
+        verdict = vllm_verdict(model, recipe, 90, case["tensor_parallel"])
         if makeable(verdict):
             compared += 1
             if (verdict.outcome == "refusal") != isinstance(answer, str):
@@ -294,7 +297,7 @@ def test_marlin_takes_the_experts_that_we_say(questions: Mapping[str, Any], answ
         )
         model, scheme = replace(plain, tensors=tensors), recipe.scheme
         scheme = replace(scheme, weight=replace(scheme.weight, block=(1, case["group"])))
-        verdict = feasible(model, (scheme, "compressed-tensors"), "vllm", VERSION, a_device(case["capability"]))
+        verdict = vllm_verdict(model, recipe_of(scheme, "compressed-tensors"), case["capability"])
         if makeable(verdict):
             compared += 1
             if (verdict.kernel == "Marlin experts") != answer:

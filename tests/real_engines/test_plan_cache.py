@@ -10,16 +10,16 @@ import pytest
 
 from environment import HERE, ensure
 from quantry.devices.catalogue import parse
-from quantry.planning.memory.kv_cache import Layer, Sequences, pool
+from quantry.planning.memory.kv_cache import CachedLayer, Sequences, pool
 from quantry.planning.memory.terms import cache_type, terms
 
 pytestmark = pytest.mark.engines
 
 VERSION = "0.32.0"
 STEP, IN_FLIGHT = 2048, 2
-FULL, SLIDING = Layer("full", 8, 128, 128), Layer("sliding", 8, 128, 128, 1024)
-WIDE, UNEVEN = Layer("full", 4, 256, 256), Layer("full", 8, 128, 64)
-LATENT, STATE = Layer("mla", 1, 512, 64), Layer("recurrent", state=2_146_304)
+FULL, SLIDING = CachedLayer("full", 8, 128, 128), CachedLayer("sliding", 8, 128, 128, 1024)
+WIDE, UNEVEN = CachedLayer("full", 4, 256, 256), CachedLayer("full", 8, 128, 64)
+LATENT, STATE = CachedLayer("mla", 1, 512, 64), CachedLayer("recurrent", state=2_146_304)
 MIXES = [
     [FULL] * 32, [SLIDING] * 32, ([SLIDING] * 5 + [FULL]) * 8, ([SLIDING] * 5 + [FULL]) * 5 + [SLIDING] * 4,
     [SLIDING, FULL] * 12, [LATENT] * 61, [STATE, STATE, STATE, FULL] * 12, [FULL] * 5 + [WIDE] * 3,
@@ -51,5 +51,5 @@ def test_one_sequence_takes_what_vllm_says(tmp_path: Path) -> None:
     subprocess.run(list(map(str, command)), check=True, capture_output=True)
     for (layers, kind, context), answer in zip(cases, json.loads(answered.read_text()), strict=True):
         load = Sequences(context, 1, STEP, 1, IN_FLIGHT)
-        mine = pool(layers, found, cache_type(kind, found, "bf16"), load).one
+        mine = pool(layers, found, cache_type(kind, found, "bf16"), load).per_sequence
         assert mine == answer["one"], ({layer.kind for layer in layers}, len(layers), kind, context)

@@ -24,7 +24,8 @@ from quantry import devices
 from quantry.engines.contract.command import Command, Step
 from quantry.engines.contract.options import Options, Serving
 from quantry.errors import QuantryError
-from quantry.planning.memory.footprint import Settings, footprint
+from quantry.planning.deployment import Deployment, Settings
+from quantry.planning.memory.footprint import footprint
 from quantry.planning.models import find_model
 from quantry.planning.models import open_model as planned_model
 from quantry.report.sizes import human
@@ -595,10 +596,10 @@ def test_memory_that_is_not_there() -> None:
     assert find_model("llama-3.1-8b")
     machine = devices.hardware("RTX 4090")
     model, serving = large(context=65536, parallel=4)
-    needed = footprint(
-        planned_model("llama-3.1-8b"), None, "vllm", Workload(65536, 4), device=machine.device, version="0.32.0",
-        settings=Settings(sequences=4),
-    )  # fmt: skip
+    planned = Deployment(
+        planned_model("llama-3.1-8b"), None, "vllm", machine.device, "0.32.0", settings=Settings(sequences=4)
+    )
+    needed = footprint(planned, Workload(65536, 4))
     with pytest.raises(QuantryError) as caught:
         fitted(serving, model, machine)
     for part in (needed.weights, needed.kv_cache, needed.per_device):

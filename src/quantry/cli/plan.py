@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-    from quantry.planning.plan import Option, Plan
+    from quantry.planning.option import Option
+    from quantry.planning.plan import Plan
 
 BAR = 40  # characters of a full bar
 SHOWN = 6  # options in the table

@@ -23,6 +23,7 @@ from quantry.jobs.artefact_maps import bits_map, read_sensitivity
 from quantry.models.attention import context_length
 from quantry.models.reader import open_checkpoint
 from quantry.models.writer import write_atomically
+from quantry.planning.deployment import Deployment
 from quantry.planning.memory.footprint import footprint
 from quantry.quantizing.recipe import presets
 from quantry.report import Content, FileRow, Memory, picture, render
@@ -140,7 +141,7 @@ def _memory(
         return Memory(reported.get("predicted") or {}, reported["measured"]), [note]
     tokens = _context(checkpoint)
     try:
-        needed = footprint(checkpoint, None, engine, Workload(tokens), device=device)
+        needed = footprint(Deployment(checkpoint, None, engine, device), Workload(tokens))
     except QuantryError:  # a shape that the plan does not know
         return None, []
     parts = {name: getattr(needed, name) for name in ("weights", "kv_cache", "activations", "overhead")}

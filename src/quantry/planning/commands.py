@@ -13,7 +13,7 @@ from quantry.quantizing.recipe import CAST, Preset, presets
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedServing:
     """All that the commands of an option depend on."""
 
     model: str  # what `quantry quantize` opens: a folder, a hub id or demo
@@ -61,12 +61,12 @@ def _plain_name(model: str) -> str:
     return path.resolve().name if path.exists() else path.name.partition("@")[0]
 
 
-def commands(serving: Planned) -> dict[str, list[str]]:
+def commands(serving: PlannedServing) -> dict[str, list[str]]:
     """The three commands, in the order in which they are run."""
     return {"quantize": quantize(serving), "verify": verify(serving), "serve": serve(serving)}
 
 
-def quantize(serving: Planned) -> list[str]:
+def quantize(serving: PlannedServing) -> list[str]:
     """`quantry quantize`; the format only where it is not the preset's first."""
     words = ["quantry", "quantize", serving.model, "-o", serving.output, "--preset", serving.preset.name]
     if serving.format not in (CAST, serving.preset.formats[0]):
@@ -77,18 +77,18 @@ def quantize(serving: Planned) -> list[str]:
     return [*words, "--keep-odd"] if serving.keep_odd else words
 
 
-def verify(serving: Planned) -> list[str]:
+def verify(serving: PlannedServing) -> list[str]:
     """`quantry verify` against the 16-bit model, in the engine where that can be asked."""
     words = ["quantry", "verify", serving.output, "--reference", serving.model, "--gate", serving.gate]
     return [*words, "--engine", serving.engine] if engine(serving.engine).verify else words
 
 
-def serve(serving: Planned) -> list[str]:
+def serve(serving: PlannedServing) -> list[str]:
     """The engine's own command for its version, as one line."""
     return adapter(serving.engine).command(asked(serving)).shown()
 
 
-def asked(serving: Planned) -> Serving:
+def asked(serving: PlannedServing) -> Serving:
     """What the engine's file is asked for; of memory, types and prefixes only what a plan sets for this engine."""
     facts = engine(serving.engine).plan
     cuts = not facts.spreads_unasked  # others share its layers out by themselves

@@ -6,7 +6,7 @@ feasibility, the memory and the speed model, and from `quantry plan` itself.
 
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -14,17 +14,19 @@ from typing import Any
 from quantry import registry
 from quantry.devices import Device, Hardware
 from quantry.devices.catalogue import catalogue, parse
-from quantry.engines.contract.catalogue import engine as engine_data
-from quantry.engines.contract.catalogue import engines, latest, ranked, usual
+from quantry.engines.contract.catalogue import engine as engine_facts
+from quantry.engines.contract.catalogue import engines, ranked, usual
 from quantry.errors import QuantryError, UnknownNameError
 from quantry.planning.candidates import scheme_name
+from quantry.planning.deployment import Deployment, Settings
+from quantry.planning.facts import capability
 from quantry.planning.feasibility import feasible
-from quantry.planning.memory import footprint as memory
-from quantry.planning.memory.footprint import Deployment, Settings
+from quantry.planning.memory.footprint import footprint, room
+from quantry.planning.memory.weights import weights_bytes
 from quantry.planning.models import open_model
 from quantry.planning.plan import plan
-from quantry.planning.rules import capability, left_out, quality
-from quantry.planning.speed import throughput
+from quantry.planning.rules import left_out, quality
+from quantry.planning.speed.throughput import speed
 from quantry.quantizing.recipe import Preset, Recipe, presets
 from quantry.types import Checkpoint, Workload
 
@@ -135,7 +137,7 @@ def memory_matrix() -> Matrix:
 def _sizes(row: Mapping[str, Any], data: Mapping[str, Any]) -> Iterable[Cell]:
     checkpoint = open_model(row["model"])
     for column, name, said in zip(data["columns"], ("bf16", "w8a8", "w4a16"), row["handbook"], strict=False):
-        size = memory.weights_bytes(checkpoint, _recipe(name)) / 1e9
+        size = weights_bytes(checkpoint, _recipe(name)) / 1e9
         close = abs(size / float(said.split()[0]) - 1) <= CLOSE
         yield _cell(f"{size:,.1f} GB", said, close, _why(row, data, column))
     found, said = smallest(checkpoint), row["handbook"][-1]
@@ -156,14 +158,14 @@ def _spell(name: str, count: int) -> str:
 
 def _serves(checkpoint: Checkpoint, device: Device, count: int) -> bool:
     recipe = _recipe("w4a16")
-    if count * device.usable < memory.weights_bytes(checkpoint, recipe, True):
+    if count * device.usable < weights_bytes(checkpoint, recipe, True):
         return False
     place = Deployment(
         checkpoint, recipe, "vllm", device, tensor_parallel=count, settings=Settings(sequences=1), keep_odd=True
     )
     try:
-        verdict = feasible(checkpoint, recipe, "vllm", None, device, count)
-        fits = memory.footprint_of(place, LOAD).per_device <= memory.room(place)
+        verdict = feasible(place)
+        fits = footprint(place, LOAD).per_device <= room(place)
     except QuantryError:
         return False
     return fits and verdict.outcome == "kernel"
@@ -203,11 +205,12 @@ def _runs(column: str, device: Device) -> str:
 
 def _outcome(engine: str, column: str, device: Device) -> int:
     """The best verdict of an engine for what a column means."""
-    checkpoint = _model()
-    found = [
-        RANK[feasible(checkpoint, _recipe(name, form), engine, None, device).outcome] for name, form in COLUMNS[column]
-    ]
-    return max(found, default=0)
+    ranks = (_rank(_recipe(name, form), engine, device) for name, form in COLUMNS[column])
+    return max(ranks, default=0)
+
+
+def _rank(recipe: Recipe, engine: str, device: Device) -> int:
+    return RANK[feasible(Deployment(_model(), recipe, engine, device)).outcome]
 
 
 # ---- engines: sections 7 and 15 ----
@@ -229,7 +232,7 @@ def _reason(engine: str, column: str, device: Device) -> str:
     if not COLUMNS[column]:
         return ""
     name, form = COLUMNS[column][0]
-    return feasible(_model(), _recipe(name, form), engine, None, device).reason
+    return feasible(Deployment(_model(), _recipe(name, form), engine, device)).reason
 
 
 def stack_engines_matrix() -> Matrix:
@@ -240,7 +243,7 @@ def _stack_engine(row: Mapping[str, Any], data: Mapping[str, Any]) -> Iterable[C
     engine = row["engine"]
     cpu = max(_outcome(engine, column, parse("cpu").device) for column in COLUMNS) > 0
     answers = (
-        engine_data(engine).about,
+        engine_facts(engine).about,
         _throughput(engine),
         row["ease"],
         "optional" if cpu else "yes",
@@ -258,9 +261,9 @@ def _throughput(engine: str) -> str:
         found = ()
     if not found:
         return "not known"
-    speed = found[0].speed
-    spread = "" if speed["measured"] else f" ± {speed['spread']:.0%}"
-    return f"{speed['decode_tokens_per_s']:,.0f} tokens/s{spread} ({found[0].preset})"
+    predicted = found[0].speed
+    spread = "" if predicted["measured"] else f" ± {predicted['spread']:.0%}"
+    return f"{predicted['decode_tokens_per_s']:,.0f} tokens/s{spread} ({found[0].preset})"
 
 
 def stack_matrix() -> Matrix:
@@ -295,7 +298,7 @@ def methods_matrix() -> Matrix:
 def _method(row: Mapping[str, Any], data: Mapping[str, Any]) -> Iterable[Cell]:
     recipe = _recipe(*row["recipe"])
     device = parse("cpu").device
-    on_cpu = max(RANK[feasible(_model(), recipe, engine, None, device).outcome] for engine in engines()) > 0
+    on_cpu = max(_rank(recipe, engine, device) for engine in engines()) > 0
     answers = (
         _bits(recipe),
         _class(recipe),
@@ -311,7 +314,7 @@ def _method(row: Mapping[str, Any], data: Mapping[str, Any]) -> Iterable[Cell]:
 def _bits(recipe: Recipe) -> str:
     checkpoint = _model()
     count = sum(tensor.numel for tensor in checkpoint.tensors)
-    return f"{8 * memory.weights_bytes(checkpoint, recipe) / count:.2f}".removesuffix(".00")
+    return f"{8 * weights_bytes(checkpoint, recipe) / count:.2f}".removesuffix(".00")
 
 
 def _class(recipe: Recipe) -> str:
@@ -332,7 +335,8 @@ def _faster(recipe: Recipe) -> str:
 
 
 def _pace(recipe: Recipe, engine: str, hardware: Hardware, many: int) -> float:
-    return throughput.speed(_model(), recipe, engine, hardware, LOAD, many).decode_tokens_per_s
+    deployment = Deployment(_model(), recipe, engine, hardware.device)
+    return speed(deployment, replace(LOAD, concurrency=many), hardware.cpu).decode_tokens_per_s
 
 
 # ---- formats: what holds what, and who loads it ----
@@ -352,7 +356,7 @@ def _format(chosen: Preset) -> Sequence[str]:
         f"{name} ({form})" if len(chosen.formats) > 1 else name
         for name in (engine.name for engine in ranked())
         for form in chosen.formats
-        if feasible(_model(), Recipe(chosen, form), name, latest(name), device).outcome == "kernel"
+        if _rank(Recipe(chosen, form), name, device) == RANK["kernel"]
     ]
     planned = left_out(chosen) or "yes"
     return ", ".join(chosen.formats), _bits(recipe), _class(recipe), ", ".join(loading) or "none", planned

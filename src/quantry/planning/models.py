@@ -1,4 +1,4 @@
-"""From what the user wrote to a model that can be planned for: weights where there are some, or only a shape.
+"""Opens the model that a user names: a checkpoint with weights, or only a shape.
 
 A shape is a config.json, or a row of models.toml found by a loosely written name. Its checkpoint has the tensors of the
 16-bit model that the config describes, and no bytes to read.
@@ -36,7 +36,7 @@ class KnownModel:
     config: Mapping[str, Any]
     published: int  # parameters, as the publisher counts them
     source: str  # of the config and the count, with its date
-    besides: Mapping[str, int] = field(default_factory=dict)  # counted there, but no weight of the 16-bit model
+    besides: Mapping[str, int] = field(default_factory=dict)  # that count includes these, the 16-bit model does not
     stored: str = "bf16"
     instruct: bool = False
     aliases: tuple[str, ...] = ()
@@ -47,19 +47,19 @@ class KnownModel:
 
 
 def open_model(model: str | Path) -> Checkpoint:
-    """Opens what `open_checkpoint` opens, a config.json (or a folder with no more than that), or a catalogue name.
+    """Opens what `open_checkpoint` opens, a config.json (or a folder with nothing else), or a name of the catalogue.
 
-    What is there in the file system goes before the catalogue; a hub id is asked of the hub first, and found in the
-    catalogue by its last part when the hub does not give it.
+    Files come before the catalogue. A hub id is looked up on the hub first, and by its last part in the catalogue if
+    the hub does not answer. Raises ModelNotFoundError if nothing has that name.
+
+    Example: `open_model("llama-3.1-8b")`.
     """
     name, path = str(model), _local(model)
     config = _bare_config(path) if path and name != DEMO else None
     if config:
         return from_config(_read(config), name)
-    if path or name == DEMO:
-        return open_checkpoint(model)
-    if _is_path(name):
-        return open_checkpoint(model)  # says what is wrong with the path
+    if path or name == DEMO or _is_path(name):
+        return open_checkpoint(model)  # raises if the path is wrong
     if HUB_ID.fullmatch(name):
         try:
             return open_checkpoint(model)
@@ -70,17 +70,17 @@ def open_model(model: str | Path) -> Checkpoint:
 
 
 def known_models() -> dict[str, KnownModel]:
-    """The catalogue by name, in the order of models.toml."""
+    """Returns the catalogue by name, in the order of models.toml."""
     return dict(_models())
 
 
 def find_model(name: str) -> KnownModel | None:
-    """The model of the catalogue that a name or the last part of a hub id means."""
+    """Returns the model of the catalogue that a name, or the last part of a hub id, means; None if there is none."""
     return _names().get(_key(name))
 
 
 def from_config(config: Mapping[str, Any], source: str, **facts: str) -> Checkpoint:
-    """A checkpoint without weights: the 16-bit model of a config, whatever that says of how weights are stored."""
+    """Returns a checkpoint without weights: the 16-bit model of a config, even if the config says it is quantized."""
 
     def read(file: str, start: int, length: int) -> NoReturn:
         raise CheckpointError(
@@ -111,7 +111,7 @@ def _from_catalogue(name: str) -> Checkpoint:
 
 
 def _local(model: str | Path) -> Path | None:
-    """The file or folder of that name, if there is one."""
+    """Returns the file or folder of that name, if it exists."""
     try:
         path = Path(model).expanduser()
         return path if path.exists() else None
@@ -121,12 +121,12 @@ def _local(model: str | Path) -> Path | None:
 
 
 def _is_path(name: str) -> bool:
-    """Whether a name that is not there can only have been meant as a path."""
+    """Returns True if a name that does not exist can only mean a path."""
     return name.startswith((".", "~", "/")) or name.count("/") > 1 or name.endswith((*WEIGHTS, ".json"))
 
 
 def _bare_config(path: Path) -> Path | None:
-    """The config of a model that has nothing else: the file itself, or that of a folder without weights."""
+    """Returns the config of a model without weights: the file itself, or config.json of such a folder."""
     if path.is_file():
         return path if path.suffix == ".json" else None
     bare = path.is_dir() and not any(name.endswith(WEIGHTS) for name in LocalFiles(path).sizes)
@@ -153,7 +153,7 @@ def _suggestion(name: str) -> str:
 
 
 def _key(name: str) -> str:
-    """What is left of a name without case, separators and words that say nothing of the shape."""
+    """Returns a name without case, separators and words that say nothing of the shape."""
     last = re.sub(r"(?<![\d.])(\d)_(\d)(?!\w)", r"\1.\2", name.lower().rpartition("/")[2])  # InternVL2_5
     parts = [part for part in re.findall(r"[a-z]+|\d+(?:\.\d+)*", last) if part not in WORDS]
     return re.sub(r" (?=[a-z])|(?<=[a-z]) ", "", " ".join(parts))  # "llama3.1 70b": numbers stay apart
@@ -179,7 +179,7 @@ def _model(name: str, rows: Mapping[str, Any], sources: Mapping[str, Any]) -> Kn
 
 
 def _config(name: str, rows: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a row: that of the row it is like, with its own fields put in."""
+    """Returns the config of the row that a row is like, with the row's own fields."""
     row = rows[name]
     return _merged(_config(row["like"], rows) if "like" in row else {}, row.get("config", {}))
 

@@ -1,6 +1,5 @@
-"""The decision table: rules.toml read and applied. What the rows mean is told at the head of that file."""
+"""The decision table: reads rules.toml and applies it. The head of that file explains the rows."""
 
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,19 +11,19 @@ from typing import Any, Literal
 
 from quantry import registry
 from quantry.devices import Device
-from quantry.engines.contract import catalogue
 from quantry.engines.contract.catalogue import Conditions
+from quantry.engines.contract.catalogue import engine as engine_facts
 from quantry.errors import UnknownNameError
-from quantry.planning.feasibility import agrees
+from quantry.planning.conditions import agrees
+from quantry.planning.facts import Facts
 from quantry.quantizing.recipe import Preset
 
-Facts = dict[str, Any]
 SMALL_BITS = 4  # schemes of so many bits and less depend on the size of the model
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What a model is for: the load when nothing more is said, and what counts."""
+    """What a model is for: its default load, and the weights of quality, speed and room."""
 
     name: str
     about: str
@@ -41,8 +40,8 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """One rule of the table; empty conditions hold always."""
+class DecisionRule:
+    """One rule of the table; empty conditions always hold."""
 
     name: str
     why: str
@@ -60,7 +59,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """What is expected of a scheme before anything was measured."""
+    """The quality that is expected of a scheme before anything was measured."""
 
     name: str
     points: float
@@ -68,7 +67,7 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """What all rules say of one option."""
+    """The outcome of all rules for one option."""
 
     points: float
     reasons: tuple[str, ...]
@@ -76,12 +75,12 @@ class Ruling:
 
 
 def uses() -> dict[str, Use]:
-    """All uses by name."""
+    """Returns all uses by name."""
     return dict(_uses())
 
 
 def find_use(name: str | None) -> Use:
-    """The use of a name or an alias; general when none is given."""
+    """Returns the use of a name or an alias; general without a name. Raises UnknownNameError for an unknown one."""
     key = (name or "general").strip().lower().replace("_", "-").replace(" ", "-")
     known = {alias: use for use in _uses().values() for alias in (use.name, *use.aliases)}
     if key not in known:
@@ -92,22 +91,16 @@ def find_use(name: str | None) -> Use:
     return known[key]
 
 
-def rules() -> tuple[Rule, ...]:
-    """All rules, in the order of the table."""
+def rules() -> tuple[DecisionRule, ...]:
+    """Returns all rules, in the order of the table."""
     return _rules()
 
 
 def tier(device: Device) -> str:
-    """The kind of hardware that a device is."""
+    """Returns the class of hardware that a device belongs to: cpu, edge, consumer, datacenter, ..."""
     if device.kind == "cpu" and not _named(device, "edge"):
         return "cpu"
     return next((row["tier"] for row in _data()["tiers"] if _named(device, row["tier"])), "datacenter")
-
-
-def capability(device: Device) -> int | None:
-    """NVIDIA's compute capability as a number: 8.9 is 89."""
-    numbers = re.fullmatch(r"(\d+)\.(\d)", device.capability or "")
-    return int(numbers[1]) * 10 + int(numbers[2]) if numbers else None
 
 
 def _named(device: Device, wanted: str) -> bool:
@@ -116,23 +109,23 @@ def _named(device: Device, wanted: str) -> bool:
 
 
 def left_out(preset: Preset) -> str | None:
-    """Why a preset is not planned, or None."""
+    """Returns why a preset is not planned, or None."""
     return next((row["why"] for row in _data()["left_out"] if preset.name in row["presets"]), None)
 
 
 def is_spare(preset: Preset, facts: Facts) -> bool:
-    """Whether a preset is tried only where nothing else fits."""
+    """Returns True if a preset is tried only where nothing else fits."""
     rows = (row for row in _data()["spare"] if preset.name in row["presets"])
     return any(agrees(row.get("when", {}), facts, {}) for row in rows)
 
 
 def caches(engine: str, facts: Facts) -> tuple[str, ...]:
-    """The smaller cache types that are planned for an engine there."""
-    return tuple(row.kv for row in catalogue.engine(engine).plan.caches if agrees(row.when, facts, {}))
+    """Returns the smaller cache types that are planned for an engine there."""
+    return tuple(row.kv for row in engine_facts(engine).plan.caches if agrees(row.when, facts, {}))
 
 
 def quality(facts: Facts) -> Quality:
-    """The expected quality of an option."""
+    """Returns the expected quality of an option."""
     row = next(row for row in _data()["quality"] if agrees(row["when"], facts, {}))
     points = row["points"]
     if facts["bits"] <= SMALL_BITS:
@@ -145,21 +138,21 @@ def _in_size(row: Mapping[str, Any], parameters: float) -> bool:
 
 
 def _class_of(name: str, table: float, points: float) -> str:
-    """The class of a row, or the nearest below where the size of the model takes points off."""
+    """Returns the class of a row, or the nearest below it where the size of the model takes points off."""
     if points >= table:
         return name
     rows = sorted({(row["points"], row["class"]) for row in _data()["quality"]}, reverse=True)
     return str(next((name for limit, name in rows if limit <= points), rows[-1][1]))
 
 
-def refusal(facts: Facts) -> Rule | None:
-    """The first rule that does not allow an option."""
+def refusal(facts: Facts) -> DecisionRule | None:
+    """Returns the first rule that does not allow an option."""
     rows = (rule for rule in _rules() if rule.require is not None and agrees(rule.when, facts, {}))
     return next((rule for rule in rows if not agrees(rule.require or {}, facts, {})), None)
 
 
 def judge(facts: Facts) -> Ruling:
-    """Points, reasons and warnings of all rules for an option."""
+    """Applies all rules to an option."""
     points, reasons, warnings = 0.0, [], []
     for rule in _rules():
         if not agrees(rule.when, facts, {}):
@@ -183,8 +176,8 @@ def _uses() -> dict[str, Use]:
 
 
 @cache
-def _rules() -> tuple[Rule, ...]:
-    return tuple(Rule(**row) for row in _data()["rules"])
+def _rules() -> tuple[DecisionRule, ...]:
+    return tuple(DecisionRule(**row) for row in _data()["rules"])
 
 
 @cache

@@ -14,6 +14,7 @@ from quantry.devices.catalogue import parse
 from quantry.engines.contract.catalogue import verifying
 from quantry.errors import CheckpointError, QuantryError, UnknownNameError
 from quantry.models.reader import open_checkpoint
+from quantry.planning.deployment import Deployment
 from quantry.planning.memory.footprint import footprint
 from quantry.proof import gate as gates
 from quantry.proof import measure, questions, tensor_errors
@@ -265,10 +266,8 @@ def _memory(
     predicted: dict[str, int] = {}
     if recorded:
         try:
-            needed = footprint(
-                open_checkpoint(original.path), from_card(recorded), engine, Workload(longest),
-                device=parse("cpu").device,
-            )  # fmt: skip
+            deployment = Deployment(open_checkpoint(original.path), from_card(recorded), engine, parse("cpu").device)
+            needed = footprint(deployment, Workload(longest))
             predicted = {"weights": needed.weights}
             if verifying()[engine].embedded:  # others take as much for a cache as they are given
                 predicted |= {"kv_cache": needed.kv_cache, "compute": needed.activations}

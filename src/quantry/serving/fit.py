@@ -7,7 +7,8 @@ from quantry.devices import Hardware
 from quantry.engines.contract.catalogue import engine
 from quantry.engines.contract.options import Serving
 from quantry.errors import QuantryError
-from quantry.planning.memory.footprint import Deployment, Settings, footprint_of, room
+from quantry.planning.deployment import Deployment, Settings
+from quantry.planning.memory.footprint import footprint, room
 from quantry.report.sizes import human
 from quantry.serving.select import ServedModel
 from quantry.types import Footprint, Workload
@@ -68,7 +69,7 @@ def _deployment(serving: Serving, model: ServedModel, hardware: Hardware) -> Dep
 def _needed(deployment: Deployment, serving: Serving) -> Footprint | None:
     assert serving.context is not None
     try:
-        return footprint_of(deployment, Workload(serving.context, serving.parallel or 1))
+        return footprint(deployment, Workload(serving.context, serving.parallel or 1))
     except QuantryError:  # an architecture or engine that the plan cannot count is no reason not to serve it
         return None
 

@@ -24,7 +24,8 @@ from quantry.jobs.auto.sensitivity import Method, Sensitivity, measure, unmeasur
 from quantry.jobs.auto.solver import Solution, limits, solve
 from quantry.models.anatomy import sixteen_bit
 from quantry.models.reader import open_checkpoint
-from quantry.planning.budget import Budget, Fit, parse
+from quantry.planning.budget import Budget, DeviceBudget, parse
+from quantry.planning.deployment import Deployment
 from quantry.planning.feasibility import feasible
 from quantry.planning.fits_device import settled
 from quantry.quantizing.calibration.options import CalibrationOptions
@@ -89,11 +90,11 @@ def choose_mixture(
     checkpoint = open_checkpoint(model)
     anatomy = sixteen_bit(checkpoint)
     wanted = parse(options.budget, parameters=anatomy.parameters)
-    if options.gpu and isinstance(wanted, Fit):
+    if options.gpu and isinstance(wanted, DeviceBudget):
         raise RecipeError(f"--gpu {options.gpu} has no use: the budget names {wanted.device}", fix="leave --gpu out")
     method = Method(options.format, options.rounder, options.transform)
     choices = unmeasured(checkpoint, anatomy, method)
-    place = wanted.device if isinstance(wanted, Fit) else options.gpu
+    place = wanted.device if isinstance(wanted, DeviceBudget) else options.gpu
     left_out = {FP8} | (_refused(choices, checkpoint, place) if place else set())  # inputs stay in 16 bit
     Mixer(checkpoint, choices, options, left_out).solve(wanted)  # a budget that cannot be met is refused here
     measured = measure(model, method, text, device, progress=progress)
@@ -113,7 +114,7 @@ class Mixer:
             for item in known.items()
         )
 
-    def solve(self, wanted: Budget | Fit) -> tuple[Recipe, Solution]:
+    def solve(self, wanted: Budget | DeviceBudget) -> tuple[Recipe, Solution]:
         """Returns the best mixture for a budget. Raises RecipeError if none meets it."""
         return self._within(wanted) if isinstance(wanted, Budget) else self._fitting(wanted)
 
@@ -148,7 +149,7 @@ class Mixer:
             other += max(size - budget.bytes, 16 << number)  # another choice may have other headers
         raise RecipeError(f"no mixture was found for {budget.words}", fix="ask for another size")
 
-    def _fitting(self, fit: Fit) -> tuple[Recipe, Solution]:
+    def _fitting(self, fit: DeviceBudget) -> tuple[Recipe, Solution]:
         """Returns the best mixture that a device has room for."""
         smallest, largest = limits(self.items)
 
@@ -202,7 +203,9 @@ def _refused(choices: Sensitivity, checkpoint: Checkpoint, place: str) -> set[st
     names = {choice.name for layer in choices.layers for choice in layer.candidates if choice.rule != KEEP}
     mixer = Mixer(checkpoint, choices, AutoOptions(rounder="nearest", transform=None))
     refused = {
-        name for name in names if feasible(checkpoint, mixer.uniform(name), engine, None, device).outcome == "refusal"
+        name
+        for name in names
+        if feasible(Deployment(checkpoint, mixer.uniform(name), engine, device)).outcome == "refusal"
     }
     if refused == names:
         raise RecipeError(

@@ -15,7 +15,8 @@ from quantry.jobs.auto.choices import FORMATS as MIXED_FORMATS
 from quantry.jobs.output_folder import OutputFolder, read_object
 from quantry.jobs.run.options import RunOptions
 from quantry.planning.budget import parse
-from quantry.planning.plan import Option, Plan, plan
+from quantry.planning.option import Option
+from quantry.planning.plan import Plan, plan
 from quantry.planning.rules import find_use
 from quantry.proof.text import load_text
 from quantry.quantizing.recipe import AUTO, presets

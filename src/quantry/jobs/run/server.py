@@ -8,7 +8,7 @@ from quantry.engines.contract.catalogue import engine
 from quantry.engines.contract.options import HOST, Options
 from quantry.errors import QuantryError
 from quantry.jobs.run.plan import RunPlan
-from quantry.planning.plan import Option
+from quantry.planning.option import Option
 from quantry.serving.client import Answer, Server
 from quantry.serving.prepare import ServerPlan
 from quantry.serving.process import Running, check_port, free_port

@@ -1,29 +1,28 @@
-"""What an engine needs beside weights and cache: the results of one step, CUDA graphs, libraries.
+"""What an engine needs besides weights and cache: the activations of one step, CUDA graphs, libraries.
 
-Three formulas, by the way engines work; bytes of one device:
+Three formulas, one for each way engines work; in bytes of one device:
 
-- *step* (vLLM and its like): a step of T tokens in 16 bit. While an MLP runs, the input of the layer, the residual and
-  the output of attention are alive (3 hidden sizes), and gate, up and their product (3 inner sizes); in a mixture the
-  tokens are spread over their experts first. After the last layer there are logits of every sequence. The larger of
-  both, and the workspace of cuBLAS.
-- *graph* (llama.cpp): the buffer that ggml lays out for a batch (graph.py), logits, and on a CPU the inputs of a matrix
-  product in the type that its weights are multiplied with.
-- *prompt* (transformers, onnxruntime): as *step*, for the whole prompt of every sequence at once.
+- *step* (vLLM and similar): a step of T tokens in 16 bit. While an MLP runs, the input of the layer, the residual and
+  the output of attention are alive (3 hidden sizes), and gate, up and their product (3 inner sizes); in a mixture of
+  experts the tokens are first spread over their experts. After the last layer come the logits of every sequence. The
+  larger of both counts, plus the workspace of cuBLAS.
+- *graph* (llama.cpp): the buffer that ggml lays out for a batch (llamacpp_graph.py), logits, and on a CPU the inputs
+  of a matrix product in the type that its weights are multiplied with.
+- *prompt* (transformers, onnxruntime): as *step*, for the whole prompts of all sequences at once.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quantry.devices import Device
 from quantry.models.attention import context_length, text_config
 from quantry.models.experts import expert_count, experts_used
-from quantry.planning.memory import llamacpp_graph as graph
-from quantry.planning.memory.kv_cache import Layer, Sequences
-from quantry.planning.memory.terms import MIB, EngineTerms, Settings, link_bytes, workspace_bytes
-from quantry.types import Checkpoint
+from quantry.planning.deployment import Deployment
+from quantry.planning.memory.kv_cache import CachedLayer, Sequences
+from quantry.planning.memory.llamacpp_graph import GraphBatch, buffer_bytes, host_bytes
+from quantry.planning.memory.stages import Stage
+from quantry.planning.memory.terms import MIB, EngineTerms, link_bytes, workspace_bytes
 
-SHARED = ("shared_expert_intermediate_size",)
 HALF, FLOAT = 2, 4
 LARGEST_GRAPH = 512
 MERGE = 4  # patches of an image that become one token
@@ -31,13 +30,13 @@ MERGE = 4  # patches of an image that become one token
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """Numbers a token at the widest places of a model."""
+    """Numbers per token at the widest places of a model."""
 
     hidden: int
-    dense: int  # inner size of an MLP, 0 where all are mixtures
+    dense: int  # inner size of an MLP, 0 where all layers are mixtures
     expert: int  # inner size of an expert
     experts: int
-    used: int  # experts a token
+    used: int  # experts per token
     shared: int
     heads: int
     queries: int
@@ -51,6 +50,7 @@ class Widths:
 
 
 def widths(config: Mapping[str, Any]) -> Widths:
+    """Reads the widths of a model from its config."""
     text = text_config(config)
     heads = _number(text, "num_attention_heads")
     size = _number(text, "head_dim") or _number(text, "hidden_size") // max(1, heads)
@@ -58,14 +58,14 @@ def widths(config: Mapping[str, Any]) -> Widths:
     inner, own = _number(text, "intermediate_size"), _number(text, "moe_intermediate_size")
     mixed = bool(experts and used)
     expert = (own or inner) if mixed else 0
-    shared = next((_number(text, key) for key in SHARED if key in text), 0)
+    shared = _number(text, "shared_expert_intermediate_size") or _number(text, "n_shared_experts") * expert
     return Widths(
         hidden=_number(text, "hidden_size"),
         dense=inner if not mixed or own else 0,
         expert=expert,
         experts=experts if mixed else 0,
         used=used if mixed else 0,
-        shared=shared or _number(text, "n_shared_experts") * expert,
+        shared=shared,
         heads=heads,
         queries=heads * size,
         keys=(_number(text, "num_key_value_heads") or heads) * size,
@@ -80,7 +80,7 @@ def widths(config: Mapping[str, Any]) -> Widths:
 def _number(text: Mapping[str, Any], name: str) -> int:
     value = text.get(name)
     if isinstance(value, list | tuple):
-        value = max((one for one in value if type(one) is int), default=0)
+        value = max((number for number in value if type(number) is int), default=0)
     return value if type(value) is int and value > 0 else 0
 
 
@@ -100,127 +100,101 @@ def _vision(config: Mapping[str, Any]) -> int:
     return 3 * hidden + 3 * (_number(vision, "intermediate_size") or 4 * hidden)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a part of the model runs: one of `tensor` devices that share layers, in one stage of a pipeline."""
-
-    device: Device
-    tensor: int
-    layers: int
-    first: bool
-    last: bool
-    devices: int  # in all
-    host: bool = False  # the processor beside a GPU
-    alone: bool = True  # whether nothing runs on another kind of device
-
-
 def buffers(
-    checkpoint: Checkpoint,
-    terms: EngineTerms,
-    load: Sequences,
-    settings: Settings,
-    place: Place,
-    layers: Sequence[Layer],
-    rotated: int,
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Activations and overhead of one device, each by name."""
-    sizes = widths(checkpoint.config)
+    deployment: Deployment, load: Sequences, stage: Stage, layers: Sequence[CachedLayer], rotated: int
+) -> dict[str, int]:
+    """Returns the activations and the overhead of one device, by name.
+
+    `layers` are those of the device, `rotated` is the head size where llama.cpp rotates a quantized cache, else 0.
+    """
+    terms, sizes = deployment.terms, widths(deployment.checkpoint.config)
     if terms.activations == "graph":
-        batch = ggml_batch(checkpoint, load, settings, sizes, layers, place.alone, rotated)
-        return _ggml(batch, terms, load, place, sizes)
-    return _activations(terms, load, place, sizes), _overhead(terms, load, settings, place, sizes)
+        batch = ggml_batch(deployment, load, layers, embeds=stage.alone, rotated=rotated)
+        return _ggml(batch, terms, load, stage, sizes)
+    return _activations(terms, load, stage, sizes) | _overhead(deployment, load, stage, sizes)
 
 
-def runner(terms: EngineTerms, sizes: Widths) -> str:
-    """Which of vLLM's model runners serves a model."""
-    second = terms.second_runner == "all" or (terms.second_runner == "dense" and not sizes.experts)
-    return "second" if second else "first"
+def _second_runner(terms: EngineTerms, sizes: Widths) -> bool:
+    """Returns True if vLLM's second model runner serves the model."""
+    return terms.second_runner == "all" or (terms.second_runner == "dense" and not sizes.experts)
 
 
-def _activations(terms: EngineTerms, load: Sequences, place: Place, sizes: Widths) -> dict[str, int]:
-    block = load.step * HALF * block_width(sizes, place.tensor)
-    logits = (
-        load.slots * sizes.vocabulary * terms.logit_bytes[runner(terms, sizes) == "second"]
-        + load.step * sizes.hidden * HALF
-    )
-    found: dict[str, int] = {}
-    if place.last and logits > block:
-        found[f"activations: logits of {load.slots} sequences"] = logits
+def _activations(terms: EngineTerms, load: Sequences, stage: Stage, sizes: Widths) -> dict[str, int]:
+    block = load.step * HALF * block_width(sizes, stage.tensor)
+    logit_bytes = terms.logit_bytes[1 if _second_runner(terms, sizes) else 0]
+    logits = load.slots * sizes.vocabulary * logit_bytes + load.step * sizes.hidden * HALF
+    parts: dict[str, int] = {}
+    if stage.head and logits > block:
+        parts[f"activations: logits of {load.slots} sequences"] = logits
     else:
-        found[f"activations: a step of {load.step} tokens"] = block
-    if workspace_bytes(place.device):
-        found["activations: workspace of matrix products"] = workspace_bytes(place.device)
-    if not place.first:
-        found["activations: from the stage before"] = 2 * load.step * sizes.hidden * HALF
-    if sizes.vision and place.first:
-        found["activations: images"] = load.step * MERGE * sizes.vision * HALF
-    return found
+        parts[f"activations: a step of {load.step} tokens"] = block
+    workspace = workspace_bytes(stage.device)
+    if workspace:
+        parts["activations: workspace of matrix products"] = workspace
+    if not stage.embedding:
+        parts["activations: from the stage before"] = 2 * load.step * sizes.hidden * HALF
+    if sizes.vision and stage.embedding:
+        parts["activations: images"] = load.step * MERGE * sizes.vision * HALF
+    return parts
 
 
 def block_width(sizes: Widths, devices: int) -> int:
-    """Numbers a token that are alive at once in the widest layer, on one of the devices that share it."""
+    """Returns the numbers per token that are alive at once in the widest layer, on one of `devices` that share it."""
     expert = sizes.expert // devices
     mixture = sizes.used * (max(expert, sizes.hidden) + max(2 * expert, sizes.hidden)) + 3 * sizes.shared // devices
     attention = (2 * sizes.queries + 2 * sizes.keys) // devices - sizes.hidden
     return 3 * sizes.hidden + max(3 * sizes.dense // devices, mixture, attention, sizes.latent // devices)
 
 
-def _overhead(terms: EngineTerms, load: Sequences, settings: Settings, place: Place, sizes: Widths) -> dict[str, int]:
-    found = {"overhead: libraries and tables": int(terms.fixed_mib * MIB)}
-    if place.devices > 1:
-        found["overhead: links between devices"] = link_bytes(place.device)
-    counted = terms.graphs_counted == "both" or terms.graphs_counted == runner(terms, sizes)
-    if settings.graphs and place.device.kind != "cpu" and terms.graph_layer_mib and counted:
-        found["overhead: CUDA graphs"] = graph_bytes(terms, load.slots, place.layers)
-    return found
+def _overhead(deployment: Deployment, load: Sequences, stage: Stage, sizes: Widths) -> dict[str, int]:
+    terms = deployment.terms
+    parts = {"overhead: libraries and tables": int(terms.fixed_mib * MIB)}
+    if stage.devices > 1:
+        parts["overhead: links between devices"] = link_bytes(stage.device)
+    counted = terms.graphs_counted == "both" or (terms.graphs_counted == "first" and not _second_runner(terms, sizes))
+    if deployment.settings.graphs and stage.device.kind != "cpu" and terms.graph_layer_mib and counted:
+        parts["overhead: CUDA graphs"] = _graph_bytes(terms, load.slots, stage.layers)
+    return parts
 
 
-def graph_bytes(terms: EngineTerms, sequences: int, layers: int) -> int:
-    """Graphs of whole steps and of their pieces, for the batch sizes that vLLM captures."""
-    largest = min(2 * sequences, LARGEST_GRAPH)
-    pieces = len([1, 2, 4, *range(8, min(largest + 1, 256), 8), *range(256, largest + 1, 16)])
-    whole = len([1, 2, 4, *range(8, min(sequences + 1, 256), 8), *range(256, min(sequences, LARGEST_GRAPH) + 1, 16)])
+def _graph_bytes(terms: EngineTerms, sequences: int, layers: int) -> int:
+    """Returns the graphs of whole steps and of their pieces, for the batch sizes that vLLM captures."""
+    pieces, whole = _captured(min(2 * sequences, LARGEST_GRAPH)), _captured(min(sequences, LARGEST_GRAPH))
     return int((pieces + whole) * layers * terms.graph_layer_mib * MIB)
+
+
+def _captured(largest: int) -> int:
+    """Returns how many batch sizes are captured: 1, 2, 4, then steps of 8 below 256 and of 16 from there."""
+    return 3 + len(range(8, min(largest + 1, 256), 8)) + len(range(256, largest + 1, 16))
 
 
 # ---- llama.cpp ----
 
 
-def _ggml(
-    batch: graph.Batch, terms: EngineTerms, load: Sequences, place: Place, sizes: Widths
-) -> tuple[dict[str, int], dict[str, int]]:
-    computes = place.host or place.device.kind == "cpu"
-    if place.host and not place.layers:  # only tokens become vectors here
-        return {"activations: inputs": graph.host_bytes(batch)}, _ggml_host(terms, load, sizes)
-    found = {f"activations: a batch of {batch.tokens} tokens": graph.buffer_bytes(batch)}
-    if computes:
-        widest = max(sizes.dense, sizes.expert * sizes.used, sizes.queries, sizes.hidden)
-        found["activations: inputs of matrix products"] = batch.tokens * widest * 9 // 8
-    return found, _ggml_host(terms, load, sizes) if place.alone else {}
-
-
-def _ggml_host(terms: EngineTerms, load: Sequences, sizes: Widths) -> dict[str, int]:
-    return {
+def _ggml(batch: GraphBatch, terms: EngineTerms, load: Sequences, stage: Stage, sizes: Widths) -> dict[str, int]:
+    host = {
         "overhead: logits": load.slots * sizes.vocabulary * FLOAT,
         "overhead: program and vocabulary": int(terms.host_mib * MIB),
     }
+    if stage.host and not stage.layers:  # only tokens become vectors here
+        return {"activations: inputs": host_bytes(batch)} | host
+    parts = {f"activations: a batch of {batch.tokens} tokens": buffer_bytes(batch)}
+    if stage.host or stage.device.kind == "cpu":
+        widest = max(sizes.dense, sizes.expert * sizes.used, sizes.queries, sizes.hidden)
+        parts["activations: inputs of matrix products"] = batch.tokens * widest * 9 // 8
+    return parts | host if stage.alone else parts
 
 
 def ggml_batch(
-    checkpoint: Checkpoint,
-    load: Sequences,
-    settings: Settings,
-    sizes: Widths,
-    layers: Sequence[Layer],
-    embeds: bool = True,
-    rotated: int = 0,
-) -> graph.Batch:
-    """The largest batch of llama.cpp's server, as its graph sees it."""
+    deployment: Deployment, load: Sequences, layers: Sequence[CachedLayer], embeds: bool = True, rotated: int = 0
+) -> GraphBatch:
+    """Returns the largest batch of llama.cpp's server, as its graph sees it."""
+    checkpoint, settings, sizes = deployment.checkpoint, deployment.settings, widths(deployment.checkpoint.config)
     attention = [layer for layer in layers if layer.kind != "recurrent"]
-    first = attention[0] if attention else Layer("full")
+    first = attention[0] if attention else CachedLayer("full")
     tokens = min(load.step, load.context * load.count)
     names = {tensor.name.rpartition("layers.0.")[2] for tensor in checkpoint.tensors if "layers.0." in tensor.name}
-    return graph.Batch(
+    return GraphBatch(
         hidden=sizes.hidden,
         inner=sizes.expert or sizes.dense,
         queries=sizes.heads * first.key if first.kind != "mla" else sizes.heads * (first.key + first.value),
@@ -243,15 +217,12 @@ def ggml_batch(
     )
 
 
-def _masks(layers: Sequence[Layer], load: Sequences) -> tuple[int, ...]:
-    """Cells of one stream for full and for sliding layers."""
-    whole = _padded(load.context * (load.count if load.unified else 1))
-    windows = {layer.window for layer in layers}
+def _masks(layers: Sequence[CachedLayer], load: Sequences) -> tuple[int, ...]:
+    """Returns the cells of one stream for full and for sliding layers."""
     scale = load.count if load.unified else 1
-    return tuple(
-        whole if window is None else _padded(min(whole, window * scale + load.step))
-        for window in sorted(windows, key=lambda window: window is not None)
-    )
+    whole = _padded(load.context * scale)
+    windows = sorted({layer.window for layer in layers}, key=lambda window: window is not None)
+    return tuple(whole if window is None else _padded(min(whole, window * scale + load.step)) for window in windows)
 
 
 def _padded(tokens: int) -> int:

@@ -1,16 +1,18 @@
 """The KV cache: what each layer keeps of a sequence, and what an engine allocates for it.
 
-A token costs a layer K and V of its KV heads, or one latent vector (MLA); a sliding layer keeps a window of them and a
-recurrent layer a state. Engines differ in the type they store (terms.toml), and in how they cut memory:
+For each token a layer keeps K and V of its KV heads, or one latent vector (MLA); a sliding layer keeps a window of
+tokens and a recurrent layer a state. Engines differ in the type they store (terms.toml) and in how they divide
+memory:
 
-- *blocks* (vLLM): a pool of pages, each `block` tokens of one layer. Layers of different kinds are put into groups of
-  equal size that share the pool, so that a page can serve any of them; missing layers are padding.
-- *cells* (llama.cpp): every sequence gets its context, rounded up, whether it is used or not; a sliding layer gets its
-  window and one batch.
-- *tokens*: what is there and no more.
+- *blocks* (vLLM): a pool of pages, each `block` tokens of one layer. Layers of different kinds form groups of equal
+  size that share the pool, so that a page can serve any of them; padding stands in for missing layers.
+- *cells* (llama.cpp): every sequence gets its whole context, rounded up, used or not; a sliding layer gets its window
+  and one batch.
+- *tokens*: only the tokens of the sequence.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -22,8 +24,8 @@ from quantry.types import LayerKind
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """What one layer keeps: of each token `heads` times `key` and `value` numbers, or a state."""
+class CachedLayer:
+    """What one layer keeps: `heads` times `key` and `value` numbers a token, or a state."""
 
     kind: LayerKind
     heads: int = 0
@@ -32,104 +34,105 @@ class Layer:
     window: int | None = None
     state: int = 0  # bytes
 
-    def on_one_of(self, devices: int) -> "Layer":
-        """The part of one device; KV heads are repeated where there are fewer of them, as is the one latent vector."""
+    def on_one_of(self, devices: int) -> "CachedLayer":
+        """Returns the part of one device; fewer KV heads than devices are repeated, as is the one latent vector."""
         heads = ceil(self.heads / devices)
-        return Layer(self.kind, heads, self.key, self.value, self.window, ceil(self.state / devices))
+        return CachedLayer(self.kind, heads, self.key, self.value, self.window, ceil(self.state / devices))
 
-    def token_bytes(self, kind: CacheType) -> int:
-        """Bytes of one token; all of a kind share a row, so blocks of a type may span heads."""
+    def token_bytes(self, dtype: CacheType) -> int:
+        """Returns the bytes of one token; K, and V, of all heads share a row, so blocks of a type may span heads."""
         numbers = self.heads * (self.key + self.value)
-        return ceil(numbers * kind.bits / 8) + self.heads * 2 * kind.head_bytes
+        return ceil(numbers * dtype.bits / 8) + self.heads * 2 * dtype.head_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """What is served: `count` sequences of `context` tokens, `step` tokens at once, of at most `slots` sequences."""
+    """The load: `count` sequences of `context` tokens, in steps of `step` tokens from at most `slots` sequences."""
 
     context: int
     count: int
     step: int
     slots: int = 1
-    in_flight: int = 1  # steps that are under way at once
-    unified: bool = False  # whether sequences share one pool of cells
+    in_flight: int = 1  # steps that run at once
+    unified: bool = False  # all sequences share one pool of cells
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The cache of one device: bytes by kind of layer for all sequences, and for one."""
+    """The cache of one device: bytes by kind of layer for all sequences, and bytes of one sequence."""
 
     kinds: Mapping[LayerKind, int]
-    one: int  # bytes of one sequence of the whole context
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.kinds.values())
+    per_sequence: int  # of the whole context
 
 
-def layers_of(config: Mapping[str, Any], sliding: bool = True) -> tuple[Layer | None, ...]:
-    """The cache of every layer, first to last; None where there is none. Without `sliding` windows are ignored."""
+def layers_of(config: Mapping[str, Any], sliding: bool = True) -> tuple[CachedLayer | None, ...]:
+    """Returns what every layer keeps, first to last, None for a layer without a cache.
+
+    Without `sliding`, windows are ignored.
+    """
     text = text_config(config)
-    kinds = layer_kinds(text)
     states = {group.kind: (group.state_bytes or 0) // group.layers for group in kv_layers(config)}
-    return tuple(
-        None if kind is None else _layer(text, kind, index, states, sliding) for index, kind in enumerate(kinds)
+    layers = (
+        CachedLayer(kind, state=states[kind]) if kind == "recurrent" else kind and _attention(text, kind, index)
+        for index, kind in enumerate(layer_kinds(text))
     )
+    return tuple(layer if sliding or layer is None else _without_window(layer) for layer in layers)
 
 
-def _layer(
-    text: Mapping[str, Any], kind: LayerKind, index: int, states: Mapping[LayerKind, int], sliding: bool
-) -> Layer:
-    if kind == "recurrent":
-        return Layer(kind, state=states[kind])
+def _attention(text: Mapping[str, Any], kind: LayerKind, index: int) -> CachedLayer:
     if kind == "mla":
-        return Layer(kind, 1, text["kv_lora_rank"], text["qk_rope_head_dim"])
-    heads = _at(text.get("num_key_value_heads"), index) or _at(text["num_attention_heads"], index)
-    heads = text.get("num_global_key_value_heads") or heads if kind == "full" else heads
-    own = text.get("head_dim") or text["hidden_size"] // _at(text["num_attention_heads"], index)
-    size = text.get("global_head_dim") or own if kind == "full" else own
-    window = text.get("sliding_window") or text.get("attention_chunk_size") if kind == "sliding" else None
-    if kind == "sliding" and not sliding:
-        kind, window = "full", None
-    return Layer(kind, heads, size, text.get("v_head_dim") or size, window)
+        return CachedLayer(kind, 1, text["kv_lora_rank"], text["qk_rope_head_dim"])
+    queries = _at(text.get("num_attention_heads"), index)
+    heads = _at(text.get("num_key_value_heads"), index) or queries
+    size = text.get("head_dim") or text["hidden_size"] // queries
+    window = None
+    if kind == "full":
+        heads, size = text.get("num_global_key_value_heads") or heads, text.get("global_head_dim") or size
+    else:
+        window = text.get("sliding_window") or text.get("attention_chunk_size")
+    return CachedLayer(kind, heads, size, text.get("v_head_dim") or size, window)
+
+
+def _without_window(layer: CachedLayer) -> CachedLayer:
+    return CachedLayer("full", layer.heads, layer.key, layer.value) if layer.kind == "sliding" else layer
 
 
 def _at(value: Any, index: int) -> int:
-    """A count that may differ from layer to layer; what is wrong with a config `kv_layers` has said before."""
-    found = value[index] if isinstance(value, Sequence) else value
-    return found or 0
+    """Returns a count that may differ from layer to layer; `kv_layers` has checked the config before."""
+    return (value[index] if isinstance(value, Sequence) else value) or 0
 
 
-def pool(layers: Sequence[Layer], terms: EngineTerms, kind: CacheType, load: Sequences, devices: int = 1) -> Pool:
-    """The cache of one of `devices` that share the heads of these layers."""
-    mine = [layer.on_one_of(devices) for layer in layers]
-    if not mine:
-        return Pool({}, 0)
-    if terms.cache == "blocks":
-        return _blocks(mine, terms.block, kind, load)
-    if terms.cache == "cells":
-        return _cells(mine, terms.block, kind, load)
-    kinds: dict[LayerKind, int] = {}
-    for layer in mine:
-        size = layer.state or min(load.context, layer.window or load.context) * layer.token_bytes(kind)
-        kinds[layer.kind] = kinds.get(layer.kind, 0) + size * load.count
+def pool(
+    layers: Sequence[CachedLayer], terms: EngineTerms, dtype: CacheType, load: Sequences, devices: int = 1
+) -> Pool:
+    """Returns the cache of one of `devices` that share the heads of these layers."""
+    allocate = {"blocks": _blocks, "cells": _cells, "tokens": _tokens}[terms.cache]
+    shares = [layer.on_one_of(devices) for layer in layers]
+    kinds = allocate(shares, terms.block, dtype, load) if shares else {}
     return Pool(kinds, sum(kinds.values()) // load.count)
 
 
-def _cells(layers: Sequence[Layer], step: int, kind: CacheType, load: Sequences) -> Pool:
-    """Each sequence has a stream of cells of its own, or all share one."""
+def _tokens(layers: Sequence[CachedLayer], block: int, dtype: CacheType, load: Sequences) -> Counter[LayerKind]:
+    kinds: Counter[LayerKind] = Counter()
+    for layer in layers:
+        size = layer.state or min(load.context, layer.window or load.context) * layer.token_bytes(dtype)
+        kinds[layer.kind] += size * load.count
+    return kinds
+
+
+def _cells(layers: Sequence[CachedLayer], step: int, dtype: CacheType, load: Sequences) -> Counter[LayerKind]:
+    """Each sequence has its own stream of cells, or all share one."""
     streams, tokens = (1, load.context * load.count) if load.unified else (load.count, load.context)
     whole = _round_up(tokens, step)
-    kinds: dict[LayerKind, int] = {}
+    kinds: Counter[LayerKind] = Counter()
     for layer in layers:
         if layer.kind == "recurrent":
-            size = layer.state * load.count
+            kinds[layer.kind] += layer.state * load.count
         else:
             window = (layer.window or 0) * (load.count if load.unified else 1) + load.step
             cells = _round_up(min(whole, window), step) if layer.window else whole
-            size = streams * cells * layer.token_bytes(kind)
-        kinds[layer.kind] = kinds.get(layer.kind, 0) + size
-    return Pool(kinds, sum(kinds.values()) // load.count)
+            kinds[layer.kind] += streams * cells * layer.token_bytes(dtype)
+    return kinds
 
 
 def _round_up(value: int, step: int) -> int:
@@ -143,79 +146,71 @@ def _round_up(value: int, step: int) -> int:
 class Page:
     """The pages of equal layers: bytes of one, the tokens in it, and how many one sequence may hold."""
 
-    layer: Layer
+    layer: CachedLayer
     bytes: int
     tokens: int
     needed: int
 
 
-def _blocks(layers: Sequence[Layer], block: int, kind: CacheType, load: Sequences) -> Pool:
+def _blocks(layers: Sequence[CachedLayer], block: int, dtype: CacheType, load: Sequences) -> Counter[LayerKind]:
     """Equal layers have equal pages; pages of all layers are made equal; groups of layers share a pool."""
-    block = _aligned(layers, block, kind)
-    alike: dict[Layer, int] = {}
-    for layer in layers:
-        alike[layer] = alike.get(layer, 0) + 1
-    pages = _unified([_page(layer, block, kind, load) for layer in alike], kind, load)
-    if len(alike) == 1 or _one_type(list(alike)):
-        kinds: dict[LayerKind, int] = {}
-        for page, count in zip(pages, alike.values(), strict=True):
-            kinds[page.layer.kind] = kinds.get(page.layer.kind, 0) + page.bytes * page.needed * count * load.count
-        return Pool(kinds, sum(kinds.values()) // load.count)
-    size = _group_size(list(alike.values()))
-    kinds = {}
-    for page, count in zip(pages, alike.values(), strict=True):
-        bytes_ = size * page.bytes * page.needed * ceil(count / size)
-        kinds[page.layer.kind] = kinds.get(page.layer.kind, 0) + bytes_ * load.count
-    return Pool(kinds, sum(kinds.values()) // load.count)
+    tokens = _aligned(layers, block, dtype)
+    counts = Counter(layers)
+    pages = [_page(layer, tokens, dtype, load) for layer in counts]
+    size = 1
+    if not _one_type(counts):
+        pages, size = _unified(pages, load), _group_size(counts.values())
+    kinds: Counter[LayerKind] = Counter()
+    for page, count in zip(pages, counts.values(), strict=True):
+        kinds[page.layer.kind] += size * ceil(count / size) * page.bytes * page.needed * load.count
+    return kinds
 
 
-def _one_type(layers: Sequence[Layer]) -> bool:
-    """Whether all layers need the same number of tokens: then each keeps pages of its own size."""
+def _one_type(layers: Collection[CachedLayer]) -> bool:
+    """Returns True if all layers need the same number of tokens: then each keeps pages of its own size."""
     return len({(layer.kind == "recurrent", layer.window) for layer in layers}) == 1
 
 
-def _group_size(counts: Sequence[int]) -> int:
-    """Layers in a group: those of the rarest kind, or of the commonest where padding to that wastes less than half."""
+def _group_size(counts: Collection[int]) -> int:
+    """Returns the layers of a group: the count of the rarest kind, or of the commonest if padding wastes under half."""
     return max(counts) if max(counts) < min(counts) * 1.5 else min(counts)
 
 
-def _page(layer: Layer, block: int, kind: CacheType, load: Sequences) -> Page:
+def _page(layer: CachedLayer, block: int, dtype: CacheType, load: Sequences) -> Page:
     if layer.kind == "recurrent":
         return Page(layer, layer.state, block, 1)
-    return Page(layer, layer.token_bytes(kind) * block, block, _needed(layer, block, load))
+    return Page(layer, layer.token_bytes(dtype) * block, block, _needed(layer, block, load))
 
 
-def _needed(layer: Layer, block: int, load: Sequences) -> int:
-    """Pages of a sequence; a window is not let go of before the steps that are under way have ended."""
+def _needed(layer: CachedLayer, block: int, load: Sequences) -> int:
+    """Returns the pages of a sequence; a window is not released before the steps in flight have ended."""
     if layer.window is None:
         return ceil(load.context / block)
     return ceil(min(layer.window - 1 + load.step * load.in_flight, load.context) / block) + 1
 
 
-def _unified(pages: Sequence[Page], kind: CacheType, load: Sequences) -> list[Page]:
-    """Pages of one size: smaller ones take more tokens, those that cannot are padded."""
+def _unified(pages: Sequence[Page], load: Sequences) -> list[Page]:
+    """Makes all pages as large as the largest: smaller ones take more tokens, or are padded if they cannot."""
     largest = max(page.bytes for page in pages)
-    if _one_type([page.layer for page in pages]):
-        return list(pages)
-    found = []
+    unified = []
     for page in pages:
         if page.layer.kind == "recurrent" or largest % page.bytes:
-            found.append(Page(page.layer, largest, page.tokens, page.needed))
+            unified.append(Page(page.layer, largest, page.tokens, page.needed))
         else:
             tokens = page.tokens * (largest // page.bytes)
-            found.append(Page(page.layer, largest, tokens, _needed(page.layer, tokens, load)))
-    return found
+            unified.append(Page(page.layer, largest, tokens, _needed(page.layer, tokens, load)))
+    return unified
 
 
-def _aligned(layers: Sequence[Layer], block: int, kind: CacheType) -> int:
-    """Tokens in a page; beside recurrent layers as many as make a page of attention hold a state."""
+def _aligned(layers: Sequence[CachedLayer], block: int, dtype: CacheType) -> int:
+    """Returns the tokens of a page: beside recurrent layers, as many as make a page of attention hold a state."""
     state = max((layer.state for layer in layers), default=0)
-    token = max((layer.token_bytes(kind) for layer in layers if layer.kind != "recurrent"), default=0)
+    token = max((layer.token_bytes(dtype) for layer in layers if layer.kind != "recurrent"), default=0)
     return block if not state or not token else block * ceil(state / (block * token))
 
 
 def check_states(config: Mapping[str, Any]) -> None:
-    """Refuses a model whose recurrent state has an unknown size: its cache would come out too small."""
+    """Raises ConfigError if the size of a recurrent state is unknown: its cache would come out too small."""
     unknown = [group for group in kv_layers(config) if group.kind == "recurrent" and group.state_bytes is None]
     if unknown:
         raise ConfigError(

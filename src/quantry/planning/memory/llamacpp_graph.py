@@ -1,10 +1,9 @@
 """The compute buffer of llama.cpp: the tensors of one batch, laid out as ggml's allocator does.
 
-ggml walks the graph of the largest batch once, gives each result a place in one buffer, frees it after its last use
-and puts the next one into the smallest hole that holds it. How large the buffer gets depends on sizes and order, so
-both are written down here; all results are 32-bit floats. Held against what llama.cpp logs in
-tests/planning/test_memory.py
-for small models, benchmarks/llamacpp_memory.py for large ones. (Nodes in the order of xllamacpp 2026.10.11549.)
+ggml walks the graph of the largest batch once: it gives each result a place in one buffer, frees it after its last use,
+and puts the next result into the smallest hole that holds it. The size of the buffer depends on sizes and on order, so
+this file writes down both; all results are 32-bit floats. tests/planning/test_memory.py compares small models with
+llama.cpp's log, benchmarks/llamacpp_memory.py large ones. (Nodes in the order of xllamacpp 2026.10.11549.)
 """
 
 from collections import Counter
@@ -17,8 +16,8 @@ ENOUGH = 4  # blocks after which the layout repeats itself
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """A model as llama.cpp computes one batch of it; sizes are numbers a token."""
+class GraphBatch:
+    """The sizes that decide llama.cpp's graph of one batch, in numbers per token."""
 
     hidden: int
     inner: int  # of the MLP, or of an expert
@@ -32,18 +31,18 @@ class Batch:
     outputs: int  # tokens whose logits are wanted
     cells: tuple[int, ...]  # of one sequence, for each mask: full layers, sliding layers
     experts: int = 0
-    used: int = 0  # experts a token
+    used: int = 0  # experts per token
     shared: int = 0  # inner size of the experts that every token uses
     fused_attention: bool = False  # q, k and v are one matrix
     fused_mlp: bool = False  # gate and up are one matrix
     rotated: int = 0  # size of a head, where a quantized cache has its heads rotated
     flash: bool = True
-    embeds: bool = True  # whether tokens become vectors here: the host does it for a GPU
+    embeds: bool = True  # this device looks up the embedding; beside a GPU the host does
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A result: its bytes, what it is made of, whether it may take the place of a source, whether it is kept."""
+    """A result: its bytes and its sources; `in_place` may reuse the memory of a source, `kept` is never freed."""
 
     name: str
     bytes: int
@@ -52,18 +51,18 @@ class Node:
     kept: bool = False
 
 
-def buffer_bytes(batch: Batch) -> int:
-    """The size of the buffer for this batch."""
+def buffer_bytes(batch: GraphBatch) -> int:
+    """Returns the size of the buffer for this batch."""
     return lay_out(_inputs(batch), _nodes(batch))
 
 
-def host_bytes(batch: Batch) -> int:
-    """The buffer of the host when a GPU computes: inputs, and the vectors of the tokens."""
+def host_bytes(batch: GraphBatch) -> int:
+    """Returns the host's buffer when a GPU computes: inputs, and the vectors of the tokens."""
     return lay_out(_inputs(batch), _embedding(batch.tokens * batch.hidden * FLOAT))
 
 
 def lay_out(inputs: Sequence[Node], nodes: Sequence[Node]) -> int:
-    """The end of the last byte that was ever taken."""
+    """Allocates all nodes in order and returns the highest byte ever used."""
     waiting = Counter(source for node in nodes for source in node.sources)
     kept = {node.name for node in nodes if node.kept}
     space = Space()
@@ -80,7 +79,7 @@ def lay_out(inputs: Sequence[Node], nodes: Sequence[Node]) -> int:
 def _place(
     node: Node, waiting: Counter[str], kept: set[str], places: dict[str, tuple[int, int]], space: "Space"
 ) -> tuple[int, int]:
-    """The place of a source that nothing else waits for, or a new one."""
+    """Reuses the place of a source that no other node waits for, or takes a new one."""
     size = _aligned(node.bytes)
     for source in node.sources if node.in_place else ():
         if source in places and source not in kept and waiting[source] == 1 and places[source][1] == size:
@@ -89,7 +88,7 @@ def _place(
 
 
 class Space:
-    """Free stretches of a buffer without end; the smallest that fits is taken, the last of equals."""
+    """The free stretches of an endless buffer; `take` uses the smallest that fits, the last of equals."""
 
     def __init__(self) -> None:
         self._free = [(0, 1 << 62)]
@@ -118,8 +117,8 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _inputs(batch: Batch) -> list[Node]:
-    """What the host fills in before each batch; images and mixed batches have inputs even where there are none."""
+def _inputs(batch: GraphBatch) -> list[Node]:
+    """Returns what the host fills in before each batch; llama.cpp always has the inputs of images and mixed batches."""
     tokens, hidden = batch.tokens, batch.tokens * batch.hidden * FLOAT
     embedding = [
         Node("tokens", tokens * INT),
@@ -144,12 +143,12 @@ def _embedding(hidden: int) -> list[Node]:
     return [
         Node("x", hidden, ("tokens",)),
         Node("mixed rows", hidden, ("mixed tokens",)),
-        Node("mixed", hidden, ("mixed vectors",)),  # nothing is made of it here, so that it is never freed
+        Node("mixed", hidden, ("mixed vectors",)),  # no node uses it, so it is never freed
         Node("mixed set", 0, ("mixed rows", "mixed slots")),
     ]
 
 
-def _nodes(batch: Batch) -> list[Node]:
+def _nodes(batch: GraphBatch) -> list[Node]:
     nodes = _embedding(batch.tokens * batch.hidden * FLOAT) if batch.embeds else []
     x = "x"
     count = min(batch.layers, ENOUGH)
@@ -172,37 +171,44 @@ def _nodes(batch: Batch) -> list[Node]:
     ]
 
 
-def _attention(batch: Batch, at: str, x: str) -> list[Node]:
-    size = batch.tokens * FLOAT
+def _attention(batch: GraphBatch, at: str, x: str) -> list[Node]:
+    size, mark = batch.tokens * FLOAT, "'" if batch.rotated else ""
     queries, keys, values = size * batch.queries, size * batch.keys, size * batch.values
-    nodes = [Node(at + "n", size * batch.hidden, (x,), in_place=True)]
+    norm, fused = at + "n", at + "qkv"
     if batch.fused_attention:
-        nodes.append(Node(at + "qkv", queries + keys + values, (at + "n",)))
-        made = {"q": (at + "qkv",), "k": (at + "qkv",), "v": (at + "qkv",)}
+        made = [
+            Node(fused, queries + keys + values, (norm,)),
+            Node(at + "q", queries, (fused, "positions")),
+            *_rotated(batch, at + "q", queries, "k"),
+            Node(at + "k", keys, (fused, "positions")),
+        ]
     else:
-        made = {"q": (at + "q0",), "k": (at + "k0",), "v": (at + "n",)}
-    fresh = not batch.fused_attention
-    nodes += [Node(at + "q0", queries, (at + "n",))] if fresh else []
-    nodes.append(Node(at + "q", queries, (*made["q"], "positions")))
-    nodes += _rotated(batch, at + "q", queries, "k")
-    if fresh:
-        nodes.append(Node(at + "v", values, made["v"]))
-        nodes += _rotated(batch, at + "v", values, "v")
-        nodes.append(Node(at + "k0", keys, (at + "n",)))
-    nodes.append(Node(at + "k", keys, (*made["k"], "positions")))
-    nodes += _rotated(batch, at + "k", keys, "k")
-    value = at + "v" + ("'" if batch.rotated else "") if fresh else at + "qkv"
-    key = at + "k" + ("'" if batch.rotated else "")
-    nodes += [Node(at + "stored k", 0, (key, "key cells")), Node(at + "stored v", 0, (value, "value cells"))]
-    nodes += _attend(batch, at, at + "q" + ("'" if batch.rotated else ""))
-    return [*nodes, Node(at + "o", size * batch.hidden, (at + "a",))]
+        made = [
+            Node(at + "q0", queries, (norm,)),
+            Node(at + "q", queries, (at + "q0", "positions")),
+            *_rotated(batch, at + "q", queries, "k"),
+            Node(at + "v", values, (norm,)),
+            *_rotated(batch, at + "v", values, "v"),
+            Node(at + "k0", keys, (norm,)),
+            Node(at + "k", keys, (at + "k0", "positions")),
+        ]
+    value = fused if batch.fused_attention else at + "v" + mark
+    return [
+        Node(norm, size * batch.hidden, (x,), in_place=True),
+        *made,
+        *_rotated(batch, at + "k", keys, "k"),
+        Node(at + "stored k", 0, (at + "k" + mark, "key cells")),
+        Node(at + "stored v", 0, (value, "value cells")),
+        *_attend(batch, at, at + "q" + mark),
+        Node(at + "o", size * batch.hidden, (at + "a",)),
+    ]
 
 
-def _rotated(batch: Batch, name: str, size: int, side: str) -> list[Node]:
+def _rotated(batch: GraphBatch, name: str, size: int, side: str) -> list[Node]:
     return [Node(name + "'", size, (name, f"rotation {side}"))] if batch.rotated else []
 
 
-def _attend(batch: Batch, at: str, query: str) -> list[Node]:
+def _attend(batch: GraphBatch, at: str, query: str) -> list[Node]:
     masks = tuple(f"mask {i}" for i in range(len(batch.cells)))
     size = batch.tokens * batch.queries // max(1, batch.keys) * batch.values * FLOAT
     if batch.flash:
@@ -217,7 +223,7 @@ def _attend(batch: Batch, at: str, query: str) -> list[Node]:
     ]
 
 
-def _feed_forward(batch: Batch, at: str, attended: str, residual: str, tokens: int) -> list[Node]:
+def _feed_forward(batch: GraphBatch, at: str, attended: str, residual: str, tokens: int) -> list[Node]:
     size = tokens * FLOAT
     before = [
         Node(at + "r", size * batch.hidden, (attended, residual), in_place=True),
@@ -231,7 +237,7 @@ def _feed_forward(batch: Batch, at: str, attended: str, residual: str, tokens: i
 
 
 def _gated(at: str, mark: str, size: int, inner: int, hidden: int, fused: bool) -> list[Node]:
-    """Gate, up, their product, and down."""
+    """Returns gate, up, their product, and down."""
     gate, up, product, down = (f"{at}{name}{mark}" for name in ("gate", "up", "product", "down"))
     if fused:
         first = [Node(up, 2 * size * inner, (at + "n2",)), Node(product, size * inner, (up,))]
@@ -244,8 +250,8 @@ def _gated(at: str, mark: str, size: int, inner: int, hidden: int, fused: bool) 
     return [*first, Node(down, size * hidden, (product,))]
 
 
-def _experts(batch: Batch, at: str, size: int) -> list[Node]:
-    """The router, the experts it chose, their sum, and the experts that every token uses."""
+def _experts(batch: GraphBatch, at: str, size: int) -> list[Node]:
+    """Returns the router, the experts it chose, their sum, and the experts that every token uses."""
     inner, hidden = size * batch.used * batch.inner, size * batch.used * batch.hidden
     chosen = "sum" if batch.shared else "down"
     nodes = [

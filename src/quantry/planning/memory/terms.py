@@ -1,4 +1,4 @@
-"""Constants of the memory model: those of an engine with the changes of a version applied, and terms.toml for all."""
+"""Constants of the memory model: those of an engine at a version, and terms.toml for all engines."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ SIXTEEN = {"bf16": "bfloat16", "f16": "float16"}
 
 @dataclass(frozen=True, slots=True)
 class EngineTerms:
-    """The table `memory` of an engine; terms.toml explains each field."""
+    """The table `memory` of an engine; the head of terms.toml explains each field."""
 
     name: str
     cache: Literal["blocks", "cells", "tokens"]
@@ -44,33 +44,13 @@ class EngineTerms:
     cpu: Mapping[str, Any] = field(default_factory=dict)
 
     def slides(self, model_type: str) -> bool:
-        """Whether sliding layers of a model keep no more than their window."""
+        """Returns True if the sliding layers of this model type keep only their window."""
         return self.sliding == "all" or (not isinstance(self.sliding, str) and model_type in self.sliding)
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """How an engine is started; what is None is the engine's own default for the device."""
-
-    tokens: int | None = None  # of a step: --max-num-batched-tokens, --ubatch-size
-    sequences: int | None = None  # at once: --max-num-seqs, --parallel
-    utilization: float | None = None
-    graphs: bool = True  # CUDA graphs
-    flash: bool = True  # flash attention in llama.cpp
-    outputs: int | None = None  # logits of a step in llama.cpp: its server asks for one a sequence
-
-    def __post_init__(self) -> None:
-        for name in ("tokens", "sequences", "outputs"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or not 1 <= value <= 1 << 24):
-                raise QuantryError(f"{name} of {value} is not 1 to {1 << 24}", fix="leave it to the engine")
-        if self.utilization is not None and not 0 < self.utilization <= 1:
-            raise QuantryError(f"a memory utilization of {self.utilization} is not a share", fix="use 0.9")
-
-
-@dataclass(frozen=True, slots=True)
 class CacheType:
-    """A type of the KV cache."""
+    """A data type of the KV cache, with the bytes that each head stores besides (scales)."""
 
     name: str
     bits: float
@@ -78,8 +58,8 @@ class CacheType:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What an engine makes of a stored tensor."""
+class LoadRule:
+    """How an engine holds a stored tensor in memory, where that differs from the file."""
 
     format: str
     source: str
@@ -94,7 +74,10 @@ class Load:
 
 @lru_cache(maxsize=256)
 def terms(engine: str, version: str | None, device: Device) -> EngineTerms:
-    """The terms of an engine's version on a device; None is the newest."""
+    """Returns the terms of an engine's version on a device; None means the newest version.
+
+    Raises UnknownNameError for an unknown engine, QuantryError if nothing is known of its memory.
+    """
     facts = engine_facts(engine)
     row = {**(engine_facts(facts.like).memory if facts.like else {}), **facts.memory}
     if not row:
@@ -105,40 +88,43 @@ def terms(engine: str, version: str | None, device: Device) -> EngineTerms:
     if device.kind == "cpu":
         row |= row.get("cpu", {})
         row["defaults"] = [{"at_least": 0, **row["cpu"]}] if row.get("cpu") else row["defaults"]
-    names = {one.name for one in fields(EngineTerms)}
+    names = {field.name for field in fields(EngineTerms)}
     given = {key: value for key, value in row.items() if key in names}
     return EngineTerms(**{**given, "name": engine, "date": str(row["date"])})
 
 
-def default_batch(found: EngineTerms, device: Device) -> tuple[int, int]:
-    """Tokens of a step and sequences at once that an engine chooses by itself."""
-    for row in found.defaults:
+def default_batch(engine: EngineTerms, device: Device) -> tuple[int, int]:
+    """Returns the tokens of a step and the sequences at once that an engine chooses by default."""
+    for row in engine.defaults:
         if device.usable >= row["at_least"] * GIB and not any(name in device.name for name in row.get("but", ())):
             return row["tokens"], row["sequences"]
-    raise AssertionError(f"{found.name} has no default for {device.name}")
+    raise AssertionError(f"{engine.name} has no default for {device.name}")
 
 
-def cache_type(name: str, found: EngineTerms, dtype: str) -> CacheType:
-    """The type of the cache by its name; "auto" is what the engine takes by itself for 16-bit weights of `dtype`."""
+def cache_type(name: str, engine: EngineTerms, dtype: str) -> CacheType:
+    """Returns the type of the KV cache by its name; "auto" is the engine's choice for 16-bit weights of `dtype`.
+
+    Raises UnknownNameError if the engine has no such type.
+    """
     if name == "auto":
-        name = SIXTEEN[dtype] if found.auto == "model" else found.auto
-    facts = engine_facts(found.name)
+        name = SIXTEEN[dtype] if engine.auto == "model" else engine.auto
+    facts = engine_facts(engine.name)
     inherited = engine_facts(facts.like).memory.get("kv_types", ()) if facts.like else ()
     rows = [*_data()["kv_types"], *inherited, *facts.memory.get("kv_types", ())]
     for row in rows:
         if name in row["names"]:
             return CacheType(name, row["bits"], row.get("head_bytes", 0))
-    known = tuple(one for row in rows for one in row["names"])
-    raise UnknownNameError(f"{found.name} has no KV cache of type {name[:40]!r}", fix=registry.suggest(name, known))
+    known = tuple(known for row in rows for known in row["names"])
+    raise UnknownNameError(f"{engine.name} has no KV cache of type {name[:40]!r}", fix=registry.suggest(name, known))
 
 
 def link_bytes(device: Device) -> int:
-    """What the library that joins several devices takes on each."""
+    """Returns the memory that the communication library takes on each of several devices."""
     return _first(_data()["links"], "kinds", device.link.kind)
 
 
 def workspace_bytes(device: Device) -> int:
-    """The workspace of 16-bit matrix products."""
+    """Returns the workspace of 16-bit matrix products."""
     return 0 if device.kind == "cpu" else _first(_data()["workspaces"], "families", device.family)
 
 
@@ -147,17 +133,18 @@ def _first(rows: Sequence[Mapping[str, Any]], key: str, value: str) -> int:
 
 
 @cache
-def loads(engine: str, form: str) -> tuple[Load, ...]:
-    """What an engine changes in the tensors of a format."""
-    rows = [row for row in engine_facts(engine).memory.get("loads", ()) if row["format"] == form]
+def load_rules(engine: str, format_name: str) -> tuple[LoadRule, ...]:
+    """Returns how an engine changes the tensors of a format when it loads them."""
+    rows = [row for row in engine_facts(engine).memory.get("loads", ()) if row["format"] == format_name]
     lists = ("kinds", "families")
     return tuple(
-        Load(**{**row, **{key: tuple(row[key]) for key in lists if key in row}, "date": str(row["date"])})
+        LoadRule(**{**row, **{key: tuple(row[key]) for key in lists if key in row}, "date": str(row["date"])})
         for row in rows
     )
 
 
 def job_terms() -> Mapping[str, Any]:
+    """Returns the constants of the quantization job itself."""
     return dict(_data()["job"])
 
 

@@ -1,0 +1,223 @@
+"""An option of a plan in full: commands, memory, speed, cost, and why."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quantry.engines.contract.catalogue import engine as engine_facts
+from quantry.formats.gguf import NAME as GGUF
+from quantry.planning.candidates import Candidate
+from quantry.planning.commands import PlannedServing, commands
+from quantry.planning.memory.footprint import host_memory
+from quantry.planning.memory.job import job_cost
+from quantry.planning.ranking import Ranked, is_sixteen_bit
+from quantry.planning.request import Request
+from quantry.planning.rules import judge
+from quantry.planning.speed.throughput import Prediction, break_even, tokens_per_dollar
+from quantry.quantizing.containers import gguf_file
+from quantry.quantizing.tensor_plan import shards
+from quantry.report.sizes import human
+
+NEARLY_FULL = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A preset in an engine with everything that is known of it. Field names are the JSON names."""
+
+    preset: str
+    format: str
+    group: int | None
+    scheme: str
+    engine: str
+    version: str
+    kernel: str | None
+    kv_cache_type: str
+    layout: dict[str, int]
+    commands: dict[str, list[str]]
+    memory: dict[str, Any]
+    speed: dict[str, Any]
+    cost: dict[str, float | None]
+    quality: str
+    job: dict[str, int]
+    score: dict[str, float]
+    reasons: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def option(ranked: Ranked, others: Sequence[Ranked]) -> Option:
+    """Returns a ranked candidate in full; `others` are all ranked candidates, the best first."""
+    request, candidate = ranked.request, ranked.candidate
+    grid = candidate.preset.scheme.weight
+    job = job_cost(request.checkpoint, candidate.recipe, keep_odd=True)
+    dollars = tokens_per_dollar(ranked.all_copies, request.hardware, request.workload)
+    return Option(
+        preset=candidate.preset.name,
+        format=candidate.recipe.format,
+        group=grid.block[1] if grid.kind == "int" and grid.block[1] else None,
+        scheme=ranked.facts["scheme"],
+        engine=candidate.engine,
+        version=_version(candidate),
+        kernel=candidate.verdict.kernel,
+        kv_cache_type=candidate.deployment.kv,
+        layout=_layout(candidate),
+        commands=commands(_serving(request, candidate)),
+        memory=_memory(candidate),
+        speed=_speed(ranked.all_copies),
+        cost={"usd_per_hour": request.hardware.price, "tokens_per_usd": dollars and round(dollars)},
+        quality=ranked.quality.name,
+        job={"ram": job.ram, "vram": job.vram, "disk": job.disk},
+        score={"total": round(ranked.total, 2), **ranked.points},
+        **_explained(ranked, others),
+    )
+
+
+def _version(candidate: Candidate) -> str:
+    assert candidate.deployment.version is not None
+    return candidate.deployment.version
+
+
+def _layout(candidate: Candidate) -> dict[str, int]:
+    """Returns sequences and devices of all copies, and how each copy is cut."""
+    return {
+        "concurrency": candidate.sequences,
+        "devices": candidate.devices,
+        "tensor_parallel": candidate.deployment.tensor_parallel,
+        "pipeline_parallel": candidate.deployment.pipeline_parallel,
+        "replicas": candidate.replicas,
+    }
+
+
+def _memory(candidate: Candidate) -> dict[str, Any]:
+    """Returns the bytes of all devices and copies by part; `per_device` is the fullest, `limit` what it may fill."""
+    needed, times = candidate.footprint, candidate.replicas
+    return {
+        "weights": needed.weights * times,
+        "kv_cache": needed.kv_cache * times,
+        "activations": needed.activations * times,
+        "overhead": needed.overhead * times,
+        "total": needed.total * times,
+        "per_device": needed.per_device,
+        "limit": candidate.limit,
+        "host": host_memory(needed) * times,
+        "parts": {name: size * times for name, size in needed.parts.items()},
+    }
+
+
+def _speed(predicted: Prediction) -> dict[str, Any]:
+    return {
+        "decode_tokens_per_s": round(predicted.decode_tokens_per_s, 1),
+        "prefill_tokens_per_s": round(predicted.prefill_tokens_per_s, 1),
+        "first_token_s": round(predicted.first_token_s, 4),
+        "bound": predicted.bound,
+        "spread": predicted.spread,
+        "measured": predicted.measured,
+    }
+
+
+def _serving(request: Request, candidate: Candidate) -> PlannedServing:
+    deployment = candidate.deployment
+    old = request.device.platform == "cuda" and (request.facts["capability"] or 80) < 80
+    return PlannedServing(
+        model=request.model,
+        preset=candidate.preset,
+        format=candidate.recipe.format,
+        engine=candidate.engine,
+        version=_version(candidate),
+        context=candidate.workload.context,
+        concurrency=candidate.workload.concurrency,
+        platform=request.device.platform,
+        gate=request.use.gate,
+        kv=deployment.kv,
+        tensor_parallel=deployment.tensor_parallel,
+        pipeline_parallel=deployment.pipeline_parallel,
+        replicas=candidate.replicas,
+        offload_layers=deployment.offload_layers,
+        utilization=_utilization(request, candidate),
+        cache_gib=max(1, -(-candidate.footprint.kv_cache // (1 << 30))),
+        prefix_cache=request.use.prefix_cache,
+        dtype="float16" if old else None,  # Turing and older have no bfloat16
+        shards=_shards(request, candidate),
+    )
+
+
+def _utilization(request: Request, candidate: Candidate) -> float | None:
+    """Returns the share of a device that a budget leaves to the engine; None without a budget."""
+    if request.budget is None:
+        return None
+    return max(0.01, int(100 * candidate.limit / request.device.usable) / 100)
+
+
+def _shards(request: Request, candidate: Candidate) -> int:
+    """Returns the number of files of a GGUF, which is split where one would grow too large."""
+    if candidate.recipe.format != GGUF or candidate.footprint.weights < gguf_file.SHARD_BYTES:
+        return 1
+    pieces = gguf_file.plan_gguf(request.checkpoint, candidate.recipe).pieces
+    return len(shards(pieces, gguf_file.SHARD_BYTES))
+
+
+# ---- why, and what to be careful with ----
+
+
+def _explained(ranked: Ranked, others: Sequence[Ranked]) -> dict[str, tuple[str, ...]]:
+    """Returns reasons (rules first, then the engine, then how full it gets) and warnings."""
+    ruling, candidate = judge(ranked.facts), ranked.candidate
+    reasons, warnings = [*_instead(ranked, others), *ruling.reasons], [*ruling.warnings]
+    if ranked.facts["scheme"] == "w4a16" and engine_facts(candidate.engine).plan.break_even:
+        compared = break_even(replace(candidate.deployment, kv="auto"), candidate.workload)
+        (warnings if compared.better else reasons).append(compared.advice)
+    return {
+        "reasons": (*reasons, *_facts_of(candidate)),
+        "warnings": tuple(dict.fromkeys([*warnings, *_doubts(ranked.request, candidate)])),
+    }
+
+
+def _instead(ranked: Ranked, others: Sequence[Ranked]) -> list[str]:
+    """Says why the first option is not the one that rules like best: that one holds too few sequences."""
+    liked = max(others, key=lambda row: row.points["rules"])
+    mine, theirs = ranked.candidate.sequences, liked.candidate.sequences
+    if ranked is not others[0] or liked is ranked or 2 * theirs > mine:
+        return []
+    return [
+        f"{liked.candidate.preset.name} would be the choice, but beside its weights it holds "
+        f"{theirs} at once, and this {mine}"
+    ]
+
+
+def _facts_of(candidate: Candidate) -> list[str]:
+    needed, limit = candidate.footprint.per_device, candidate.limit
+    facts = [
+        f"{candidate.engine} {candidate.deployment.version}: {candidate.verdict.reason}",
+        f"{human(needed)} of {human(limit)} on each device ({needed / limit:.0%})",
+    ]
+    if is_sixteen_bit(candidate):
+        copied = "the model is 16 bit: quantize only copies it, and can be left out"
+        converted = "16 bit: nothing is rounded, the file is only converted"
+        facts.append(converted if candidate.recipe.format == GGUF else copied)
+    return facts
+
+
+def _doubts(request: Request, candidate: Candidate) -> list[str]:
+    verdict, needed, count = candidate.verdict, candidate.footprint.per_device, request.hardware.count
+    doubts = []
+    if verdict.outcome == "fallback":
+        doubts.append(verdict.reason + (f"; {verdict.fix}" if verdict.fix else ""))
+    if candidate.offloaded:
+        doubts.append(_offload_words(request, candidate))
+    if candidate.sequences < request.workload.concurrency:
+        doubts.append(f"{request.workload.concurrency} at once are usual for this use, and {candidate.sequences} fit")
+    elif needed > NEARLY_FULL * candidate.limit:
+        doubts.append("memory is nearly full: a longer context or one more sequence may not fit")
+    if request.device.free is not None and needed > request.device.free:
+        doubts.append(f"only {human(request.device.free)} of {request.device.name} are free now")
+    if candidate.devices < count:
+        doubts.append(f"{count - candidate.devices} of {count} devices stay idle")
+    return doubts
+
+
+def _offload_words(request: Request, candidate: Candidate) -> str:
+    assumed = "" if request.hardware.host_memory else f" (taken to have {human(request.hardware.cpu.memory)})"
+    return (
+        f"{candidate.deployment.offload_layers} layers fit on the GPU; {human(host_memory(candidate.footprint))} stay "
+        f"in the memory of the host{assumed}, which sets the pace"
+    )
