@@ -3,6 +3,7 @@
 import json
 import random
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from quantry.jobs.load.choice import ArtefactProof, Recommendation, Trial
 from quantry.jobs.load.metrics import Figures, Watch
 from quantry.jobs.load.results import Level, Spread
 from quantry.jobs.load.slo import judge
-from quantry.jobs.load.switches import NAMES, Change, changes, serve_words
+from quantry.jobs.load.switches import NAMES, Change, Switches, serve_words
 from quantry.jobs.load.trials import read_proof
 from quantry.jobs.load.tune import Tuned, tune
 from quantry.quantizing import card
@@ -396,14 +397,14 @@ def test_the_prefix_cache_is_shown_with_its_figures() -> None:
 # ---- what is asked ----
 
 
-def names(*words: str, engine: str = "llama.cpp", **more: Any) -> list[str]:
-    settings: dict[str, Any] = {"concurrency": 8, "shared": True, **more}
-    return [change.name for change in changes(words or None, engine, **settings)]
+def names(*words: str, engine: str = "llama.cpp", others: Sequence[str] = (), **more: Any) -> list[str]:
+    switches = Switches(engine, **{"concurrency": 8, "shares_prefix": True, **more})
+    return [change.name for change in switches.changes(words or None, others)]
 
 
 def test_the_switches_of_an_engine() -> None:
     assert names() == ["kv q8_0", "kv q4_0", "no prefix-cache", "parallel 8", "lookup"]
-    assert names(shared=False, draft="d.gguf")[2:] == ["parallel 8", "lookup", "draft d.gguf"]
+    assert names(shares_prefix=False, draft="d.gguf")[2:] == ["parallel 8", "lookup", "draft d.gguf"]
     assert names(parallel=8)[3:] == ["parallel 4", "lookup"]
     assert names(engine="vllm") == [
         "kv fp8", "no prefix-cache", "parallel 4", "parallel 8", "no chunked-prefill", "lookup",

@@ -1,8 +1,8 @@
 """What an engine counts itself, read from its Prometheus page before, during and after a load.
 
-Which names hold a figure is in the engine's facts (`metrics` in engines/*.toml); which engine it is shows in the
-names of the page. Rates are what counters grew by; the filling of the KV cache is a gauge that is empty again when the
-load is over, so that it is looked at all the while and its peak is kept.
+The engine's facts name its figures (`metrics` in engines/*.toml); the names on a page tell the engine. Rates are the
+growth of counters. KV cache usage is a gauge that is zero again after the load, so it is read all the while, and its
+peak is kept.
 """
 
 import math
@@ -17,8 +17,8 @@ import httpx
 
 from quantry.engines.contract.catalogue import Measure, Metrics, engines
 
-EVERY = 0.5  # seconds between two looks at the page
-ANSWER = 5.0  # seconds for the page to come
+EVERY = 0.5  # seconds between two readings of the page
+TIMEOUT = 5.0  # seconds for the page
 FIGURES = ("prefix_hit_rate", "acceptance_rate", "kv_usage")
 SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})?\s+(\S+)(?:\s+-?\d+)?\s*$")
 
@@ -27,17 +27,17 @@ Page = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one load; None where the engine does not tell, or where nothing of the kind happened."""
+    """The engine's figures of one load; None if it does not report one, or if nothing of the kind happened."""
 
     engine: str
-    prefix_hit_rate: float | None = None  # tokens of prompts that were in the cache already
-    acceptance_rate: float | None = None  # guesses of speculative decoding that were right
-    kv_usage: float | None = None  # the most of the KV cache that was filled at a time
+    prefix_hit_rate: float | None = None  # share of prompt tokens that were in the cache
+    acceptance_rate: float | None = None  # share of speculative tokens that were accepted
+    kv_usage: float | None = None  # peak share of the KV cache in use
 
 
 def parse(text: str) -> dict[str, float]:
-    """Samples of a Prometheus page by name; those that differ in labels alone are added up, as the contract says."""
-    found: dict[str, float] = {}
+    """Returns the samples of a Prometheus page by name; those that differ only in labels are summed."""
+    samples: dict[str, float] = {}
     for line in text.splitlines():
         if line.startswith("#") or not (sample := SAMPLE.match(line)):
             continue
@@ -46,25 +46,25 @@ def parse(text: str) -> dict[str, float]:
         except ValueError:
             continue
         if math.isfinite(value):
-            found[sample[1]] = found.get(sample[1], 0.0) + value
-    return found
+            samples[sample[1]] = samples.get(sample[1], 0.0) + value
+    return samples
 
 
 def which(page: Page) -> str | None:
-    """The engine whose figures a page has."""
-    for name in engines():
-        told = engines()[name].metrics
-        if told and any(part in page for measure in _measures(told) for part in (*measure.over, *measure.under)):
+    """Returns the engine that a page is of; None if no engine is known to have its names."""
+    for name, engine in engines().items():
+        measures = _measures(engine.metrics) if engine.metrics else ()
+        if any(part in page for measure in measures for part in (*measure.over, *measure.under)):
             return name
     return None
 
 
 class Watch:
-    """Reads the page of an engine around a load: `with Watch(...) as watch`, then `watch.figures()`."""
+    """Reads an engine's page around a load: `with Watch(...) as watch: ...`, then `watch.figures()`."""
 
     def __init__(self, url: str, key: str | None = None, every: float = EVERY) -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.Client(base_url=url, headers=headers, timeout=ANSWER)
+        self._client = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT)
         self._every, self._over = every, Event()
         self._peak: dict[str, float] = {}
         self._before: Page = {}
@@ -73,11 +73,11 @@ class Watch:
         self._path = "/metrics"
 
     def __enter__(self) -> Self:
-        for path in dict.fromkeys(told.path for name in engines() if (told := engines()[name].metrics)):
-            if engine := which(page := self._read(path)):
-                self._engine, self._path, self._before = engine, path, page
+        for path in dict.fromkeys(engine.metrics.path for engine in engines().values() if engine.metrics):
+            if name := which(page := self._read(path)):
+                self._engine, self._path, self._before = name, path, page
                 break
-        self._thread = Thread(target=self._look, daemon=True)
+        self._thread = Thread(target=self._watch, daemon=True)
         if self._engine:
             self._thread.start()
         return self
@@ -92,24 +92,24 @@ class Watch:
         self._client.close()
 
     def figures(self) -> Figures | None:
-        """What happened between the two pages; None where the server has no page that is known."""
-        told = engines()[self._engine].metrics if self._engine else None
-        if not self._engine or not told:
+        """Returns what happened between the two readings; None if the server has no page that is known."""
+        metrics = engines()[self._engine].metrics if self._engine else None
+        if not self._engine or not metrics:
             return None
-        return Figures(self._engine, *(self._figure(getattr(told, name)) for name in FIGURES))
+        return Figures(self._engine, *(self._figure(getattr(metrics, name)) for name in FIGURES))
 
     def _figure(self, measure: Measure | None) -> float | None:
         if measure is None:
             return None
         return measure.between(self._before, self._after if measure.under else self._peak)
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         while not self._over.wait(self._every):
             page = self._read(self._path)
             self._peak = {name: max(value, self._peak.get(name, value)) for name, value in page.items()} or self._peak
 
     def _read(self, path: str) -> dict[str, float]:
-        """The page; nothing where there is none, since a load can be measured without."""
+        """Reads the page; returns nothing if there is none, since a load can be measured without."""
         try:
             answer = self._client.get(path)
         except httpx.HTTPError:
@@ -117,5 +117,5 @@ class Watch:
         return parse(answer.text) if answer.status_code == httpx.codes.OK else {}
 
 
-def _measures(told: Metrics) -> list[Measure]:
-    return [measure for name in FIGURES if (measure := getattr(told, name)) is not None]
+def _measures(metrics: Metrics) -> list[Measure]:
+    return [measure for name in FIGURES if (measure := getattr(metrics, name)) is not None]

@@ -21,7 +21,7 @@ from quantry.jobs.load.bench import check_output
 from quantry.jobs.load.choice import ArtefactProof, Recommendation, Trial
 from quantry.jobs.load.scenario import Lengths
 from quantry.jobs.load.slo import check_limits
-from quantry.jobs.load.switches import SPECULATION, changes
+from quantry.jobs.load.switches import SPECULATION, Switches
 from quantry.jobs.load.trials import TrialRunner, read_proof, run_trials
 from quantry.models.writer import write_atomically
 from quantry.serving.prepare import ServerPlan, prepare
@@ -96,10 +96,8 @@ def tune(
     python = guidellm_process.find_python(guidellm_python)
     prepared = prepare(artefact, Options(**options, port=0))
     lengths = Lengths.of(prompt_tokens, "--prompt-tokens"), Lengths.of(answer_tokens, "--answer-tokens")
-    tried = changes(
-        switches, prepared.serving.engine, concurrency=concurrency, parallel=options.get("parallel"),
-        shared=bool(shared_prefix or dataset), draft=draft, others=others,
-    )  # fmt: skip
+    parallel, shares_prefix = options.get("parallel"), bool(shared_prefix or dataset)
+    tried = Switches(prepared.serving.engine, concurrency, shares_prefix, parallel, draft).changes(switches, others)
     if dataset is None:
         _check_context(*lengths, shared_prefix, prepared, concurrency)
     load = {
