@@ -38,12 +38,14 @@ from quantry.errors import QuantryError
 from quantry.models.reader import local_folder
 from quantry.proof import sources
 from quantry.serving import onnx_server, process
+from quantry.serving.onnx_server.handler import BODY
+from quantry.serving.onnx_server.model import PREFILL, StopFilter, TurnQueue
 from quantry.serving.prepare import prepare, serve
 from quantry.serving.process import Launch, Running
 
 pytestmark = pytest.mark.engines
 
-SERVER = Path(onnx_server.__file__)
+SERVER = Path(onnx_server.__file__).with_name("__main__.py")
 STORY = "Once upon a time there was a little girl named Lily. She"
 PASSAGE = (
     "Once upon a time there was a little boy named Tim. He had a red ball. One day he went to the park with his mom. "
@@ -187,7 +189,7 @@ def test_32_bit_is_the_model_itself(exact: Running) -> None:
 
 def test_a_long_prompt_is_read_in_pieces(exact: Running) -> None:
     ids = tuple(tokenizer()(PASSAGE * 11)["input_ids"])
-    assert len(ids) > 2 * onnx_server.PIECE
+    assert len(ids) > 2 * PREFILL
     asked: dict[str, Any] = {"max_tokens": 1, "temperature": 0, "logprobs": 5, **BY_ID}
     (choice,) = ask(exact, prompt=list(ids), **asked)["choices"]
     for name, value in choice["logprobs"]["top_logprobs"][0].items():
@@ -288,7 +290,7 @@ def test_stop_words(exact: Running) -> None:
 
 @given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.integers(1, 4))
 def test_a_text_is_shown_up_to_the_first_stop_word(text: str, stops: list[str], size: int) -> None:
-    shown, given_out = onnx_server.Shown(stops), ""
+    shown, given_out = StopFilter(stops), ""
     for start in range(0, len(text), size):
         given_out += shown.add(text[start : start + size])
         seen = text[: start + size]
@@ -375,7 +377,7 @@ def test_other_paths_methods_and_sizes(exact: Running) -> None:
         assert http.put("/v1/completions").json()["error"]["type"] == "server_error"
         assert http.get("/health?x=1").json() == {"status": "ok"}
         assert http.post("/v1/completions", content=iter([b"{}"])).status_code == 411
-        assert http.post("/v1/completions", content=b" " * (onnx_server.BODY + 1)).status_code == 413
+        assert http.post("/v1/completions", content=b" " * (BODY + 1)).status_code == 413
     assert exact.healthy()
 
 
@@ -447,7 +449,7 @@ def test_a_client_that_leaves_stops_its_generation(exact: Running, stream: bool)
 
 
 def test_first_come_first_served() -> None:
-    line, order = onnx_server.Line(), []
+    line, order = TurnQueue(), []
 
     def wait(number: int) -> None:
         with line.turn(lambda: False):
@@ -500,7 +502,7 @@ def test_as_a_module_it_needs_nothing_of_quantry(tmp_path: Path) -> None:
     """The environment has no typer, no gguf; PYTHONPATH leads to the package alone."""
     root = tmp_path / "root"
     root.mkdir()
-    (root / "quantry").symlink_to(SERVER.parents[1])
+    (root / "quantry").symlink_to(SERVER.parents[2])
     done = program(tmp_path, module=True, PYTHONPATH=str(root))
     assert "is no folder of ONNX Runtime GenAI" in done.stderr
 

@@ -7,6 +7,6 @@
 | prepare.py | decides everything without starting anything; `serve` starts it and waits until it answers |
 | process.py, container.py | the running engine: start, health, log, end |
 | embedded.py | llama.cpp's server in Quantry's own python |
-| onnx_server.py | a server for ONNX Runtime, which has none of its own |
+| onnx_server/ | a server for ONNX Runtime, which has none of its own |
 | client.py | talks to any server with OpenAI's API |
 """

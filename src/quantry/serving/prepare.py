@@ -186,7 +186,7 @@ def _local(command: Command, facts: Engine, installed: Installed, embedded: bool
     if embedded:
         return replace(command, argv=(sys.executable, "-m", str(facts.installation.embedded), *command.argv[1:], END))
     if facts.server.script:  # by its path, since the engine's environment need not have Quantry
-        spec = find_spec(facts.server.script)
+        spec = find_spec(f"{facts.server.script}.__main__")
         assert spec is not None
         return replace(command, argv=(command.argv[0], "-P", str(spec.origin), *command.argv[3:]))
     return replace(command, argv=(installed.program, *command.argv[1:])) if installed.program else command

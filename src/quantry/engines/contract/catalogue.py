@@ -117,7 +117,7 @@ class ServerFacts:
     ignores_end: bool = False  # takes `ignore_eos`: it writes on past the end of an answer
     single_process: bool = False  # on a CPU one process holds all of its memory
     prompt_cache_mib: int | None = None  # host memory it takes for finished prompts unless it is given a limit
-    script: str | None = None  # module of Quantry that serves it, run by its path in the engine's python
+    script: str | None = None  # package of Quantry that serves it, run by its path in the engine's python
     keeps_builds: bool = False  # what it builds of a checkpoint is kept in Quantry's cache
 
 

@@ -1,0 +1,252 @@
+"""The model: its tokenizer, its turn queue and the generation of an answer, token by token."""
+
+import json
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Condition, Event, Lock
+from typing import Any
+
+from .errors import GoneError, RefusedError, StartError, one_line
+from .requests import CompletionRequest
+
+CONFIG = "genai_config.json"
+LOOK = 0.05  # seconds between two looks at whether a waiting client is still there
+PREFILL = 256  # tokens of a prompt that are read at once: between two pieces a client may leave
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A generated token, and the log-probabilities of the likeliest ones at its place."""
+
+    token: int
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPiece:
+    """What a step adds to an answer; `finish` is why it ends."""
+
+    text: str
+    scored: tuple[ScoredToken, ...] = ()
+    finish: str | None = None
+
+
+class StopFilter:
+    """Passes a text on up to the first stop word, and holds back what may be the start of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops, self._held = stops, ""
+        self.stopped = False
+
+    def add(self, text: str) -> str:
+        self._held += text
+        ends = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        self.stopped = bool(ends)
+        return self._give(min(ends) if ends else len(self._held) - self._beginning())
+
+    def rest(self) -> str:
+        """Returns what was held back, once nothing can follow any more."""
+        return "" if self.stopped else self._give(len(self._held))
+
+    def _give(self, size: int) -> str:
+        given, self._held = self._held[:size], self._held[size:]
+        return given
+
+    def _beginning(self) -> int:
+        sizes = (size for stop in self._stops for size in range(1, len(stop)) if self._held.endswith(stop[:size]))
+        return max(sizes, default=0)
+
+
+class TurnQueue:
+    """Lets one request compute at a time, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._change = Condition()
+        self._waiting: deque[object] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @contextmanager
+    def turn(self, gone: Callable[[], bool]) -> Iterator[None]:
+        ticket = object()
+        with self._change:
+            self._waiting.append(ticket)
+        try:
+            with self._change:
+                while self._waiting[0] is not ticket:
+                    self._change.wait(LOOK)
+                    if gone():
+                        raise GoneError
+            yield
+        finally:
+            with self._change:
+                self._waiting.remove(ticket)
+                self._change.notify_all()
+
+
+class GenaiModel:
+    """A model of ONNX Runtime GenAI, its tokenizer, and the queue of requests before it."""
+
+    def __init__(self, folder: Path, name: str | None, threads: int | None, context: int | None) -> None:
+        self.context, self.vocabulary, self._ends = _limits(folder, context)
+        self.name = name or folder.resolve().name
+        self.queue, self.ending = TurnQueue(), Event()
+        self._library = _library()
+        try:
+            config = self._library.Config(str(folder))
+            if threads:
+                config.overlay(_with_threads(threads))
+            self._model = self._library.Model(config)
+            self._tokenizer = self._library.Tokenizer(self._model)
+            self._bare = self._library.Tokenizer(self._model)
+            self._bare.update_options(add_special_tokens="false", skip_special_tokens="false")
+        except Exception as error:  # the library raises its own kinds, and RuntimeError
+            raise StartError(f"ONNX Runtime GenAI does not load {folder}: {one_line(error)}") from error
+        self._around = _around(folder)
+        self._tokenizing = Lock()
+
+    @property
+    def version(self) -> str:
+        return str(self._library.__version__)
+
+    def encode(self, text: str, param: str) -> tuple[int, ...]:
+        """The tokens of a text, with those that a tokenizer puts around it."""
+        if self._around is None:
+            return self._encoded(self._tokenizer, text, param)
+        before, after = self._around
+        return before + self._encoded(self._bare, text, param) + after
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
+        """The tokens of a conversation in the model's own form, up to where the answer begins."""
+        _plain("".join(text for message in messages for text in message.values()), "messages")
+        with self._tokenizing:
+            try:
+                text = self._tokenizer.apply_chat_template(json.dumps(messages), add_generation_prompt=True)
+            except Exception as error:  # of the template: it has none, or the roles are not to its liking
+                raise RefusedError(
+                    400, f"the model's chat template does not take this: {one_line(error)}", param="messages"
+                ) from error
+        return self._encoded(self._bare, text, "messages")  # the template has written what stands in front itself
+
+    def answer(
+        self, request: CompletionRequest, prompt: Sequence[int], gone: Callable[[], bool]
+    ) -> Iterator[AnswerPiece]:
+        """Generates what follows a prompt, token by token; only the request whose turn it is may call it."""
+        params = self._library.GeneratorParams(self._model)
+        params.set_search_options(**request.options(prompt))
+        generator = self._library.Generator(self._model, params)
+        for start in range(0, len(prompt), PREFILL):
+            self._still_wanted(gone)
+            generator.append_tokens(list(prompt[start : start + PREFILL]))
+        words, shown = self._tokenizer.create_stream(), StopFilter(request.stops)
+        scored: tuple[ScoredToken, ...] = ()
+        for count in range(1, request.tokens + 1):
+            self._still_wanted(gone)
+            logits = generator.get_logits() if request.likeliest is not None else None
+            generator.generate_next_token()
+            token = int(generator.get_next_tokens()[0])
+            if request.likeliest is not None:
+                scored = (score(logits, token, request.likeliest),)
+            ended = token in self._ends
+            text = shown.add("" if ended else words.decode(token))
+            if ended or shown.stopped or count == request.tokens:
+                why = "stop" if ended or shown.stopped else "length"
+                yield AnswerPiece(text + shown.rest(), scored, why)
+                return
+            yield AnswerPiece(text, scored)
+
+    def name_of(self, token: int, *, as_ids: bool) -> str:
+        if as_ids:
+            return f"token_id:{token}"
+        with self._tokenizing:
+            return str(self._bare.decode([token]))
+
+    def _still_wanted(self, gone: Callable[[], bool]) -> None:
+        if self.ending.is_set() or gone():
+            raise GoneError
+
+    def _encoded(self, tokenizer: Any, text: str, param: str) -> tuple[int, ...]:
+        _plain(text, param)
+        with self._tokenizing:
+            return tuple(map(int, tokenizer.encode(text)))
+
+
+def score(logits: Any, token: int, count: int) -> ScoredToken:
+    """Log-probabilities from logits, before temperature and the like."""
+    import numpy as np
+
+    row = np.asarray(logits, dtype=np.float64).reshape(-1)
+    row = row - row.max()
+    row -= np.log(np.exp(row).sum())
+    best = np.argsort(-row, kind="stable")[:count]
+    return ScoredToken(token, float(row[token]), tuple((int(place), float(row[place])) for place in best))
+
+
+def _plain(text: str, param: str) -> None:
+    """Raises RefusedError for a text that the library would cut: it reads UTF-8 up to the first NUL."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RefusedError(400, f"{param} has half of a surrogate pair, which is no text", param=param) from error
+    if "\0" in text:
+        raise RefusedError(400, f"{param} has the character NUL: leave it out", param=param)
+
+
+def _library() -> Any:
+    try:
+        import onnxruntime_genai  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise StartError(
+            f"{sys.executable} lacks onnxruntime_genai ({error}); pip install onnxruntime-genai"
+        ) from error
+    return onnxruntime_genai
+
+
+def _limits(folder: Path, wanted: int | None) -> tuple[int, int, frozenset[int]]:
+    """Context, size of the vocabulary, and the tokens that end an answer."""
+    try:
+        model = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["model"]
+        longest, vocabulary, ends = int(model["context_length"]), int(model["vocab_size"]), model["eos_token_id"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StartError(
+            f"{folder} is no folder of ONNX Runtime GenAI: {CONFIG} cannot be read ({one_line(error)}); build "
+            "one with python -m onnxruntime_genai.models.builder"
+        ) from error
+    if wanted is not None and not 2 <= wanted <= longest:
+        raise StartError(f"--context {wanted} is not 2 to {longest}, what the model was made for")
+    return wanted or longest, vocabulary, frozenset(ends if isinstance(ends, list) else [ends])
+
+
+def _around(folder: Path) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The tokens that a tokenizer puts before and after a text, by its file; None without such a file.
+
+    The library reads them from other places and was seen to leave them out (0.18.0): texts lacked their first token.
+    """
+    try:
+        content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise StartError(f"{folder / 'tokenizer.json'} cannot be read: {one_line(error)}") from error
+    processor = content.get("post_processor") or {}
+    templates = [step for step in processor.get("processors", [processor]) if step.get("type") == "TemplateProcessing"]
+    before: list[int] = []
+    after: list[int] = []
+    for template in templates:
+        side = before
+        for part in template["single"]:
+            if "Sequence" in part:
+                side = after
+            else:
+                side.extend(template["special_tokens"][part["SpecialToken"]["id"]]["ids"])
+    return tuple(before), tuple(after)
+
+
+def _with_threads(threads: int) -> str:
+    return json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}})
