@@ -11,7 +11,6 @@ from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 DEEP = os.environ.get("QUANTRY_TEST_DEPTH") == "deep"
 deep = pytest.mark.deep
@@ -25,6 +24,7 @@ def rounds(count: int) -> int:
 
 def examples(count: int) -> Callable[[Any], Any]:
     """A property test with so many examples in the deep run."""
+    from hypothesis import HealthCheck, settings  # half a second of imports, for those who need it
 
     def decorate(test: Any) -> Any:
         limited = settings(max_examples=rounds(count), deadline=None, suppress_health_check=list(HealthCheck))

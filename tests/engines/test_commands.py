@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from depth import rounds, sampled
 from quantry.engines.contract.adapter import adapter
 from quantry.engines.contract.boot_log import Facts
 from quantry.engines.contract.catalogue import Measure, engines, flags, latest, removed
@@ -324,6 +325,7 @@ DECIDED = {
 PLACES = {"platform", "python", "bits", "head", "built", "prompt_cache_mib"}  # what is so, not what is asked for
 
 
+@sampled
 @pytest.mark.parametrize("name", NAMES)
 def test_all_that_is_asked_for_is_said_or_refused(name: str) -> None:
     """One field at a time, then many at random: a command has a new word for it, or there is an error; no third way."""
@@ -343,7 +345,7 @@ def test_all_that_is_asked_for_is_said_or_refused(name: str) -> None:
             assert found != plain or field in PLACES or (field, value) in quiet, (field, value)
     dice = random.Random(11)
     taken = 0
-    for _ in range(600):
+    for _ in range(rounds(600)):
         asked = serving(name, **{field: dice.choice(values) for field, values in _few(dice)})
         try:
             command = adapter(name).command(asked)
@@ -352,7 +354,7 @@ def test_all_that_is_asked_for_is_said_or_refused(name: str) -> None:
             continue
         taken += 1
         _check_words(name, asked, command)
-    assert taken > 20
+    assert taken > rounds(600) / 30
 
 
 def _few(dice: random.Random) -> list[tuple[str, tuple[Any, ...]]]:

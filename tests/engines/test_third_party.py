@@ -121,9 +121,38 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "QUANTRY_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
 
 
-def quantry(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "quantry", *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+COMMANDS = {
+    "plan": ("plan", "llama-3.2-1b", "--gpu", "RTX 4090", "--engine", "tiny.engine", "--json"),
+    "matrix": ("matrix", "formats", "--json"),
+    "dry run": ("serve", "demo", "--engine", "tiny.engine", "--dry-run"),
+    "unknown": ("serve", "demo", "--engine", "tiny-engine"),
+    "key": ("serve", "demo", "--engine", "tiny.engine", "--api-key", "k"),
+    "tune": ("tune", "demo", "--engine", "tiny.engine"),
+}
+RUN = """
+import json, sys
+from command import command
+for words in json.load(sys.stdin):
+    done = command(*words)
+    print(json.dumps([done.returncode, done.stdout, done.stderr]))
+"""
+Done = tuple[int, str, str]  # exit code, output, errors
+
+
+@pytest.fixture(scope="module")
+def done(environment: dict[str, str]) -> dict[str, Done]:
+    """What the commands say in a process that has the package: one for all, since imports take most of the time."""
+    lines = quantry_process(environment, list(COMMANDS.values()))
+    return dict(zip(COMMANDS, lines, strict=True))
+
+
+def quantry_process(environment: dict[str, str], commands: list[tuple[str, ...]]) -> list[Done]:
+    paths = os.pathsep.join([environment["PYTHONPATH"], str(Path(__file__).parents[1])])
+    ended = subprocess.run(
+        [sys.executable, "-c", RUN], env={**environment, "PYTHONPATH": paths}, input=json.dumps(commands),
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return [(code, out, error) for code, out, error in map(json.loads, ended.stdout.splitlines())]
 
 
 def post(url: str, content: dict[str, Any]) -> Any:
@@ -157,47 +186,45 @@ def test_it_serves(environment: dict[str, str]) -> None:
         post(told["url"], question)
 
 
-def test_it_is_planned_when_it_is_asked_for(environment: dict[str, str]) -> None:
-    done = quantry(environment, "plan", "llama-3.2-1b", "--gpu", "RTX 4090", "--engine", "tiny.engine", "--json")
-    option = json.loads(done.stdout)["options"][0]
+def test_it_is_planned_when_it_is_asked_for(done: dict[str, Done]) -> None:
+    option = json.loads(done["plan"][1])["options"][0]
     assert (option["engine"], option["format"], option["kernel"]) == ("tiny.engine", "safetensors", "plain")
     assert option["commands"]["serve"][:3] == ["python", "-m", "tiny_engine.server"]
     assert "--engine" not in option["commands"]["verify"]  # its facts name no way to score it
 
 
-def test_it_is_in_the_table_of_formats(environment: dict[str, str]) -> None:
-    rows = json.loads(quantry(environment, "matrix", "formats", "--json").stdout)[0]["rows"]
+def test_it_is_in_the_table_of_formats(done: dict[str, Done]) -> None:
+    rows = json.loads(done["matrix"][1])[0]["rows"]
     assert "tiny.engine" in rows["bf16"][3]["ours"]
     assert "tiny.engine" not in rows["w4a16"][3]["ours"]
 
 
+def test_a_dry_run_shows_its_command(done: dict[str, Done]) -> None:
+    assert "-m tiny_engine.server --model" in done["dry run"][1]
+    assert "--port 8123 --name demo" in done["dry run"][1]
+
+
 @pytest.mark.parametrize(
-    ("words", "problem"),
+    ("name", "problem"),
     [
-        (("serve", "demo", "--engine", "tiny-engine"), "unknown engine 'tiny-engine'; did you mean tiny.engine"),
-        (
-            ("serve", "demo", "--engine", "tiny.engine", "--api-key", "k"),
-            "tiny.engine 1.0.3 has no api key; leave it out",
-        ),
-        (("tune", "demo", "--engine", "tiny.engine"), "there is nothing to try on tiny.engine"),
+        ("unknown", "unknown engine 'tiny-engine'; did you mean tiny.engine"),
+        ("key", "tiny.engine 1.0.3 has no api key; leave it out"),
+        ("tune", "there is nothing to try on tiny.engine"),
     ],
 )
-def test_what_its_facts_do_not_have_is_refused(
-    environment: dict[str, str], words: tuple[str, ...], problem: str
-) -> None:
-    done = quantry(environment, *words)
-    assert done.returncode == 2
-    assert problem in done.stderr
+def test_what_its_facts_do_not_have_is_refused(done: dict[str, Done], name: str, problem: str) -> None:
+    code, _, error = done[name]
+    assert code == 2
+    assert problem in error
 
 
 def test_facts_that_cannot_be_read_are_named(environment: dict[str, str], tmp_path: Path) -> None:
     shutil.copytree(environment["PYTHONPATH"].partition(os.pathsep)[0], tmp_path, dirs_exist_ok=True)
     file = tmp_path / "tiny_engine" / "repeating.toml"
     file.write_text(FACTS.replace('formats = ["safetensors"]', ""), encoding="utf-8")
-    done = quantry(
-        {**environment, "PYTHONPATH": f"{tmp_path}{os.pathsep}{environment['PYTHONPATH']}"}, "matrix", "formats"
-    )
-    assert done.returncode == 2
-    assert f"the engine tiny has no valid facts in {file}" in done.stderr
-    assert "formats" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    paths = os.pathsep.join([str(tmp_path), environment["PYTHONPATH"]])
+    [(code, _, error)] = quantry_process({**environment, "PYTHONPATH": paths}, [("matrix", "formats")])
+    assert code == 2
+    assert f"the engine tiny has no valid facts in {file}" in error
+    assert "formats" in error
+    assert len(error.splitlines()) == 1

@@ -47,26 +47,24 @@ def command(
     json: Json = False,
 ) -> None:
     """Measure a server under load; exit code 1 if it does not keep a limit given with --slo."""
-    from quantry.cli._output import show
+    from quantry.cli._output import print_json, show
     from quantry.cli._progress import steps
     from quantry.jobs.load.bench import bench
-    from quantry.jobs.load.slo import parse_limit
+    from quantry.jobs.load.slo import parse_limits
 
     with steps(quiet=json) as progress:
-        found = bench(
+        result = bench(
             url, model=model, concurrency=_streams(concurrency), rate=_rates(rate), prompt_tokens=prompt_tokens,
             answer_tokens=answer_tokens, requests=requests, seconds=seconds,
-            slo=dict(parse_limit(one) for words in slo or () for one in words.split(",")), shared_prefix=shared_prefix,
+            slo=parse_limits(slo or ()), shared_prefix=shared_prefix,
             dataset=dataset, tokenizer=tokenizer, chat=chat, api_key=api_key, output=output,
             guidellm_python=guidellm_python, timeout=timeout, seed=seed, progress=progress,
         )  # fmt: skip
     if json:
-        from json import dumps
-
-        typer.echo(dumps(found.to_dict(), indent=2))
+        print_json(result.to_dict())
     else:
-        show(picture(found))
-    if found.verdict == "fail":
+        show(picture(result))
+    if result.verdict == "fail":
         raise typer.Exit(1)
 
 
@@ -92,45 +90,45 @@ def _rates(words: str | None) -> list[float] | None:
         raise QuantryError(f"--rate is {words!r}", fix="give numbers such as 0.5,2") from None
 
 
-def picture(found: "Bench") -> list["RenderableType"]:
+def picture(result: "Bench") -> list["RenderableType"]:
     """The table of levels, the limits, and where the rest is."""
     from rich.text import Text
 
-    lines: list[RenderableType] = [Text(f"{found.model} at {found.url}", "bold"), _table(found)]
-    for finding in found.findings:
+    lines: list[RenderableType] = [Text(f"{result.model} at {result.url}", "bold"), _table(result)]
+    for finding in result.findings:
         mark = ("✓ ", "green") if finding.ok else ("✗ ", "red")
         lines.append(Text.assemble(mark, finding.words))
-    if found.verdict:
-        lines.append(Text("keeps the limits" if found.verdict == "pass" else "does not keep the limits", "bold"))
-    if found.best:
-        limits = " that keeps the limits" if found.slo else ""
-        lines.append(Text(f"fastest level{limits}: {found.best}"))
-    lines += [Text(note, "dim") for note in found.notes]
-    return [*lines, *([Text(f"wrote {found.path}: bench.json, bench.html")] if found.path else [])]
+    if result.verdict:
+        lines.append(Text("keeps the limits" if result.verdict == "pass" else "does not keep the limits", "bold"))
+    if result.best:
+        limits = " that keeps the limits" if result.slo else ""
+        lines.append(Text(f"fastest level{limits}: {result.best}"))
+    lines += [Text(note, "dim") for note in result.notes]
+    return [*lines, *([Text(f"wrote {result.path}: bench.json, bench.html")] if result.path else [])]
 
 
-def _table(found: "Bench") -> "RenderableType":
+def _table(result: "Bench") -> "RenderableType":
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("", no_wrap=True)
-    engine = any(one.engine for one in found.levels)
+    engine = any(level.engine for level in result.levels)
     headings = ["answered", "errors", "req/s", "tok/s", "TTFT p50", "p95", "p99 ms", "token p50", "p95", "p99 ms"]
     for heading in (*headings, *(("prefix", "accept", "KV") if engine else ())):
         table.add_column(heading, justify="right", no_wrap=True)
-    for one in found.levels:
-        table.add_row(one.name, *_cells(one), *(_engine(one) if engine else ()))
+    for level in result.levels:
+        table.add_row(level.name, *_cells(level), *(_engine(level) if engine else ()))
     return table
 
 
-def _cells(one: "Level") -> list[str]:
+def _cells(level: "Level") -> list[str]:
     return [
-        str(one.completed),
-        str(one.errors),
-        f"{one.requests_per_second:.2f}",
-        f"{one.output_tokens_per_second:.1f}",
-        *_times(one.ttft),
-        *_times(one.tpot),
+        str(level.completed),
+        str(level.errors),
+        f"{level.requests_per_second:.2f}",
+        f"{level.output_tokens_per_second:.1f}",
+        *_times(level.ttft),
+        *_times(level.tpot),
     ]
 
 
@@ -138,6 +136,8 @@ def _times(spread: "Spread | None") -> list[str]:
     return [""] * 3 if spread is None else [f"{value:.4g}" for value in (spread.p50, spread.p95, spread.p99)]
 
 
-def _engine(one: "Level") -> list[str]:
-    told = (one.engine.prefix_hit_rate, one.engine.acceptance_rate, one.engine.kv_usage) if one.engine else (None,) * 3
-    return ["" if value is None else f"{value:.1%}" for value in told]
+def _engine(level: "Level") -> list[str]:
+    if level.engine is None:
+        return [""] * 3
+    rates = (level.engine.prefix_hit_rate, level.engine.acceptance_rate, level.engine.kv_usage)
+    return ["" if rate is None else f"{rate:.1%}" for rate in rates]

@@ -28,7 +28,7 @@ def command(
     prompt_tokens: PromptTokens = "256",
     answer_tokens: AnswerTokens = "128",
     concurrency: Annotated[int, typer.Option(help="Requests at once.")] = 4,
-    shared_prefix: Annotated[int, typer.Option(help="Tokens that all prompts begin with, beside their own.")] = 0,
+    shared_prefix: Annotated[int, typer.Option(help="Tokens that all prompts begin with, before their own.")] = 0,
     requests: Annotated[
         int | None, typer.Option(help="Requests of each measurement; 8 for each at once if left out.")
     ] = None,
@@ -58,55 +58,53 @@ def command(
     json: Json = False,
 ) -> None:
     """Measure what an engine's switches do for a load; exit code 1 if no setting keeps a limit given with --slo."""
-    from quantry.cli._output import show
+    from quantry.cli._output import print_json, show
     from quantry.cli._progress import steps
-    from quantry.jobs.load.slo import parse_limit
+    from quantry.jobs.load.slo import parse_limits
     from quantry.jobs.load.tune import tune
     from quantry.serving.process import ended_by_signals
 
     with ended_by_signals(), steps(quiet=json) as progress:
-        found = tune(
+        tuned = tune(
             artefact, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens, concurrency=concurrency,
             requests=requests, shared_prefix=shared_prefix, dataset=dataset, tokenizer=tokenizer, chat=chat,
-            slo=dict(parse_limit(one) for words in slo or () for one in words.split(",")),
+            slo=parse_limits(slo or ()),
             switches=None if switches is None else switches.split(","), draft=draft, others=tuple(others or ()),
             output=output, guidellm_python=guidellm_python, progress=progress, **options,
         )  # fmt: skip
     if json:
-        from json import dumps
-
-        typer.echo(dumps(found.to_dict(), indent=2))
+        print_json(tuned.to_dict())
     else:
-        show(picture(found))
-        if found.command:
+        show(picture(tuned))
+        if tuned.command:
             from shlex import join
 
-            typer.echo(join(found.command))  # as one line, to be copied
-    if found.chosen is None:
+            typer.echo(join(tuned.command))  # as one line, to be copied
+    if tuned.chosen is None:
         raise typer.Exit(1)
 
 
-def picture(found: "Tuned") -> list["RenderableType"]:
+def picture(tuned: "Tuned") -> list["RenderableType"]:
     """The table of settings, what speaks against some, and what is recommended."""
     from rich.text import Text
 
-    load = found.load
+    load = tuned.load
     shape = f"{load['prompt_tokens']} tokens in, {load['answer_tokens']} out, {load['concurrency'][0]} at once"
     source = f"prompts of {load['dataset']}, " if load["dataset"] else ""
     lines: list[RenderableType] = [
-        Text(f"{Path(found.artefact).name} on {found.engine} {found.version}", "bold"),
-        Text(f"{source}{shape}, {load['requests']} requests; context {found.context}", "dim"),
-        _table(found),
+        Text(f"{Path(tuned.artefact).name} on {tuned.engine} {tuned.version}", "bold"),
+        Text(f"{source}{shape}, {load['requests']} requests; context {tuned.context}", "dim"),
+        _table(tuned),
     ]
-    lines += [Text(f"{one.name}: {one.objection}", "yellow") for one in found.trials if one.objection]
-    lines += [Text(note, "dim") for note in found.notes]
-    if found.path:
-        lines.append(Text(f"wrote {found.path / 'tune.json'}"))
-    style = "bold green" if found.chosen else "bold red"
-    return [*lines, Text(f"serve with: {found.chosen}, {found.why}" if found.chosen else found.why, style)]
+    lines += [Text(f"{trial.name}: {trial.objection}", "yellow") for trial in tuned.trials if trial.objection]
+    lines += [Text(note, "dim") for note in tuned.notes]
+    if tuned.path:
+        lines.append(Text(f"wrote {tuned.path / 'tune.json'}"))
+    style = "bold green" if tuned.chosen else "bold red"
+    return [*lines, Text(f"serve with: {tuned.chosen}, {tuned.why}" if tuned.chosen else tuned.why, style)]
 
 
-def _table(found: "Tuned") -> "RenderableType":
+def _table(tuned: "Tuned") -> "RenderableType":
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
@@ -116,9 +114,9 @@ def _table(found: "Tuned") -> "RenderableType":
     for heading in ("tok/s", "gain", *times, "errors", "prefix", "accept", "KV MiB"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("")
-    default, *others = found.trials
-    for trial in (default, found.again, *others):
-        table.add_row(*_row(trial, chosen=trial.name == found.chosen))
+    default, *others = tuned.trials
+    for trial in (default, tuned.again, *others):
+        table.add_row(*_row(trial, chosen=trial.name == tuned.chosen))
     return table
 
 

@@ -7,12 +7,11 @@ from quantry.engines.contract.command import (
     Command,
     Setting,
     check,
-    checked,
     explained,
     maybe,
     refuse,
-    secrets,
     several,
+    started_by,
 )
 from quantry.engines.contract.options import Serving
 
@@ -33,10 +32,7 @@ def settings(serving: Serving) -> list[Setting]:
 def command(serving: Serving) -> Command:
     check(serving)
     _refuse(serving)
-    return Command(
-        argv=(serving.python, "-m", "mii.entrypoints.openai_api_server", *checked(serving, settings(serving))),
-        secrets=secrets(serving),
-    )
+    return started_by((serving.python, "-m", "mii.entrypoints.openai_api_server"), serving, settings(serving))
 
 
 def explain(serving: Serving) -> list[tuple[str, str]]:

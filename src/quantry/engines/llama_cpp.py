@@ -7,12 +7,10 @@ from quantry.engines.contract.command import (
     Command,
     Setting,
     check,
-    checked,
-    environment,
     explained,
     maybe,
     refuse,
-    secrets,
+    started_by,
     switch,
 )
 from quantry.engines.contract.options import LOOKUP, Serving
@@ -49,12 +47,7 @@ def command(serving: Serving) -> Command:
     """`llama-server` with its words; nothing is run before it."""
     check(serving)
     _refuse(serving)
-    found = settings(serving)
-    return Command(
-        argv=("llama-server", *checked(serving, found)),
-        env=environment(found),
-        secrets=secrets(serving),
-    )
+    return started_by(("llama-server",), serving, settings(serving))
 
 
 def explain(serving: Serving) -> list[tuple[str, str]]:
@@ -67,14 +60,14 @@ def facts(lines: Iterable[str]) -> Facts:
     build = last(r"build: (\d{3,}) ", log) or last(r"build_info: (b[1-9]\d*)", log)
     slots = last(r"n_slots = (\d+), n_ctx_slot = (\d+)", log)
     cells = last(r"n_ctx += (\d+)", [line for line in log if "llama_context:" in line])
-    kind = last(r"file type += (.+?)\s*$", log)
+    file_type = last(r"file type += (.+?)\s*$", log)
     return Facts(
         version=f"b{build.group(1).removeprefix('b')}" if build else None,
         weights_bytes=_sum(log, "model buffer size"),
         kv_cache_tokens=int(cells.group(1)) if cells else None,
         kv_cache_bytes=_sum(log, "KV buffer size"),
         max_concurrency=float(slots.group(1)) if slots else None,
-        quantization=kind.group(1) if kind else None,
+        quantization=file_type.group(1) if file_type else None,
         kernels=_buffers(log),
         context=int(slots.group(2)) if slots else None,
         warnings=tuple(dict.fromkeys(line.partition(" W ")[2].strip() for line in log if _warns(line))),
@@ -117,23 +110,23 @@ def _places(serving: Serving) -> list[Setting]:
 
 
 def _cache(serving: Serving) -> list[Setting]:
-    found = switch(
+    prompts = switch(
         serving.prefix_cache,
         "--cache-prompt",
         "prompts that begin alike are read once",
         "--no-cache-prompt",
         "every prompt is read in full",
     )
-    found += maybe(
+    prompts += maybe(
         "--cache-ram", serving.prompt_cache_mib, "MiB for prompts that are finished; by itself it would take 8192"
     )
     if serving.kv is None:
-        return found
+        return prompts
     return [
         Setting("--flash-attn", "on", "a quantized cache of values needs it"),
         Setting("--cache-type-k", serving.kv, "a smaller KV cache holds more tokens: keys"),
         Setting("--cache-type-v", serving.kv, "a smaller KV cache holds more tokens: values"),
-        *found,
+        *prompts,
     ]
 
 
@@ -157,19 +150,19 @@ def _guessing(serving: Serving) -> list[Setting]:
 
 
 def _sum(log: list[str], what: str) -> int | None:
-    """Of a buffer on every device; a model that is loaded again replaces what was there."""
+    """The bytes of a buffer on all devices; a model that is loaded again replaces the earlier lines."""
     sizes = {
-        found.group(1): size(*found.groups()[1:])
+        match.group(1): size(*match.groups()[1:])
         for line in log
-        if (found := last(rf"(\S+) {what} = +([\d.]+) (MiB)", [line]))
+        if (match := last(rf"(\S+) {what} = +([\d.]+) (MiB)", [line]))
     }
     return sum(sizes.values()) if sizes else None
 
 
 def _buffers(log: list[str]) -> tuple[str, ...]:
-    """Where the weights went: repacked for the processor, mapped from the file, on a GPU."""
-    found = (match.group(1) for line in log if (match := last(r"(\S+) model buffer size", [line])))
-    return tuple(dict.fromkeys(found))
+    """The buffers that hold weights: repacked for the processor, mapped from the file, on a GPU."""
+    names = (match.group(1) for line in log if (match := last(r"(\S+) model buffer size", [line])))
+    return tuple(dict.fromkeys(names))
 
 
 def _warns(line: str) -> bool:

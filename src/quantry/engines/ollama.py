@@ -24,7 +24,7 @@ MODELFILE = "Modelfile"
 
 
 def settings(serving: Serving) -> list[Setting]:
-    """The server is told by its environment, the model by its Modelfile."""
+    """The environment of the server; the model's settings are in its Modelfile."""
     host = f"[{serving.host}]" if serving.host.count(":") > 1 else serving.host  # IPv6
     address = f"{host}:{serving.listening_port}"
     return [
@@ -40,12 +40,12 @@ def command(serving: Serving) -> Command:
     """`ollama serve`; then the model is made from the file, under the name that requests use."""
     check(serving)
     _refuse(serving)
-    found = settings(serving)
+    variables = settings(serving)
     create = ("ollama", "create", name(serving), "--file", MODELFILE)
-    checked(serving, [*found, Setting("--file", MODELFILE, "")])
+    checked(serving, [*variables, Setting("--file", MODELFILE, "")])
     return Command(
         argv=("ollama", "serve", *serving.extra),
-        env=environment(found),
+        env=environment(variables),
         files={MODELFILE: modelfile(serving)},
         after=(Step(create, "the model's name, from the file"),),
     )

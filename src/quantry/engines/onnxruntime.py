@@ -1,4 +1,4 @@
-"""ONNX Runtime GenAI: built with its own builder, served by Quantry, since it has no server of its own."""
+"""ONNX Runtime GenAI: built with its own builder, served by Quantry, since it has no server."""
 
 from collections.abc import Iterable
 
@@ -9,11 +9,10 @@ from quantry.engines.contract.command import (
     Step,
     check,
     checked,
-    environment,
     explained,
     maybe,
     refuse,
-    secrets,
+    started_by,
 )
 from quantry.engines.contract.options import Serving
 
@@ -43,17 +42,12 @@ def command(serving: Serving) -> Command:
     """The builder for what is no ONNX yet, then the server, both with the engine's python."""
     check(serving)
     _refuse(serving)
-    found = settings(serving)
-    return Command(
-        argv=(serving.python, "-m", SERVER, *checked(serving, found)),
-        env=environment(found),
-        steps=() if serving.format == BUILT else (_build(serving),),
-        secrets=secrets(serving),
-    )
+    steps = () if serving.format == BUILT else (_build(serving),)
+    return started_by((serving.python, "-m", SERVER), serving, settings(serving), steps)
 
 
 def explain(serving: Serving) -> list[tuple[str, str]]:
-    rows = [] if serving.format == BUILT else [(" ".join(one.words), one.why) for one in builder(serving)]
+    rows = [] if serving.format == BUILT else [(" ".join(setting.words), setting.why) for setting in builder(serving)]
     return [*rows, *explained(serving, settings(serving))]
 
 
@@ -69,7 +63,7 @@ def facts(lines: Iterable[str]) -> Facts:
 
 
 def folder(serving: Serving) -> str:
-    """Where the ONNX model is, or will be: beside what it is made of, under a name with its precision."""
+    """The folder of the ONNX model, built or to be built: next to its source, with the precision in its name."""
     if serving.format == BUILT:
         return serving.model
     place = serving.built or f"{serving.model.removesuffix('.gguf')}-onnx"

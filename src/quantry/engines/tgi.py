@@ -7,13 +7,11 @@ from quantry.engines.contract.command import (
     Command,
     Setting,
     check,
-    checked,
-    environment,
     explained,
     maybe,
     refuse,
-    secrets,
     several,
+    started_by,
     switch,
 )
 from quantry.engines.contract.options import LOOKUP, Serving
@@ -50,12 +48,7 @@ def command(serving: Serving) -> Command:
     """`text-generation-launcher`, as in its container."""
     check(serving)
     _refuse(serving)
-    found = settings(serving)
-    return Command(
-        argv=("text-generation-launcher", *checked(serving, found)),
-        env=environment(found),
-        secrets=secrets(serving),
-    )
+    return started_by(("text-generation-launcher",), serving, settings(serving))
 
 
 def explain(serving: Serving) -> list[tuple[str, str]]:

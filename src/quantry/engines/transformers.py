@@ -9,11 +9,10 @@ from quantry.engines.contract.command import (
     Command,
     Setting,
     check,
-    checked,
-    environment,
     explained,
     maybe,
     refuse,
+    started_by,
     switch,
 )
 from quantry.engines.contract.options import Serving
@@ -38,8 +37,7 @@ def command(serving: Serving) -> Command:
     """`transformers serve MODEL`; a GGUF is named by its folder and file."""
     check(serving)
     _refuse(serving)
-    found = settings(serving)
-    return Command((*_program(serving), _model(serving), *checked(serving, found)), environment(found))
+    return started_by((*_program(serving), _model(serving)), serving, settings(serving))
 
 
 def explain(serving: Serving) -> list[tuple[str, str]]:

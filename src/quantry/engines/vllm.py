@@ -13,13 +13,11 @@ from quantry.engines.contract.command import (
     Setting,
     Step,
     check,
-    checked,
-    environment,
     explained,
     maybe,
     refuse,
-    secrets,
     several,
+    started_by,
     switch,
 )
 from quantry.engines.contract.options import LOOKUP, Serving
@@ -57,13 +55,7 @@ def command(serving: Serving) -> Command:
     refuse(serving, offload_layers="give --cpu-offload-gb after --, or use llama.cpp")
     if serving.platform != "cpu":
         refuse(serving, threads="leave it out on a GPU", cache_gib="give a share of the device instead")
-    found = settings(serving)
-    return Command(
-        argv=(*_program(serving), *checked(serving, found)),
-        env=environment(found),
-        steps=_cluster(serving),
-        secrets=secrets(serving),
-    )
+    return started_by(_program(serving), serving, settings(serving), _cluster(serving))
 
 
 def explain(serving: Serving) -> list[tuple[str, str]]:
@@ -168,12 +160,12 @@ def _guessing(serving: Serving) -> list[Setting]:
         return []
     number = serving.draft_tokens or GUESSES
     if serving.speculative == LOOKUP:
-        told: dict[str, object] = {"method": "ngram", "num_speculative_tokens": number, "prompt_lookup_max": MATCH}
+        method: dict[str, object] = {"method": "ngram", "num_speculative_tokens": number, "prompt_lookup_max": MATCH}
         why = "guesses are copied from the prompt, where the last tokens stood before"
     else:
-        told = {"method": "draft_model", "model": serving.speculative, "num_speculative_tokens": number}
+        method = {"method": "draft_model", "model": serving.speculative, "num_speculative_tokens": number}
         why = "a smaller model guesses, this one checks; answers stay the same"
-    return [Setting("--speculative-config", json.dumps(told), why)]
+    return [Setting("--speculative-config", json.dumps(method), why)]
 
 
 def _cluster(serving: Serving) -> tuple[Step, ...]:
@@ -195,8 +187,8 @@ def _cluster(serving: Serving) -> tuple[Step, ...]:
 
 
 def _kernels(log: list[str]) -> tuple[str, ...]:
-    found = (match.group(1) or match.group(2) for line in log if (match := CARRIED.search(line)))
-    return tuple(dict.fromkeys(found))
+    names = (match.group(1) or match.group(2) for line in log if (match := CARRIED.search(line)))
+    return tuple(dict.fromkeys(names))
 
 
 def _warnings(log: list[str]) -> tuple[str, ...]:

@@ -158,10 +158,11 @@ def _spell(name: str, count: int) -> str:
 
 def _serves(checkpoint: Checkpoint, device: Device, count: int) -> bool:
     recipe = _recipe("w4a16")
+    engine = usual(recipe.format)[0]
     if count * device.usable < weights_bytes(checkpoint, recipe, True):
         return False
     place = Deployment(
-        checkpoint, recipe, "vllm", device, tensor_parallel=count, settings=Settings(sequences=1), keep_odd=True
+        checkpoint, recipe, engine, device, tensor_parallel=count, settings=Settings(sequences=1), keep_odd=True
     )
     try:
         verdict = feasible(place)

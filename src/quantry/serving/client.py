@@ -1,6 +1,6 @@
-"""Talking to a server that speaks OpenAI's API: a question, and its answer as it comes, with the times it took.
+"""A client of servers with OpenAI's API: sends a question, and streams the answer with the times it took.
 
-A server on this machine is asked without the proxy that the environment may name: a proxy would not find it.
+Requests to this machine ignore the proxy of the environment, which could not reach it.
 """
 
 import ipaddress
@@ -19,7 +19,7 @@ import httpx
 from quantry.errors import QuantryError
 
 CONNECT, READ = 5.0, 600.0  # seconds to reach a server, and between two pieces of an answer: prompts may be long
-LONGEST = 300  # characters of a server's words that are passed on
+LONGEST = 300  # characters of a server's message that are passed on
 START = "start one with quantry serve MODEL, or give the URL of one that runs"
 KEY = "give --api-key, or set QUANTRY_API_KEY"
 END = "[DONE]"
@@ -28,10 +28,10 @@ Message = Mapping[str, str]  # role and content
 
 
 class ServerError(QuantryError):
-    """A server that cannot be reached, or refuses."""
+    """A server cannot be reached, or refuses a request."""
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A part of an answer, or of the thoughts before it."""
 
     text: str
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back, and when. `tokens` are those that the server counts, or pieces where it counts none."""
+    """A whole answer with its times. `tokens` is the server's own count, or the number of pieces if it counts none."""
 
     text: str
     tokens: int
@@ -49,24 +49,24 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The pace after the first token; None where one token is all."""
+        """The pace after the first token; None for an answer of one token."""
         after = self.seconds - self.first_s
         return (self.tokens - 1) / after if self.tokens > 1 and after > 0 else None
 
 
 class Stream:
-    """An answer as it comes: pieces as one goes through it, and the whole of it as `answer` afterwards."""
+    """An answer as it arrives: iterating gives its pieces, `answer` what has arrived so far."""
 
     def __init__(self, pieces: Iterator[Mapping[str, Any]]) -> None:
         self._chunks = pieces
         self._words: list[str] = []
-        self._count, self._told = 0, 0
+        self._count, self._reported = 0, 0
         self._begun = perf_counter()
         self._first = self._last = self._begun
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[TextPiece]:
         for chunk in self._chunks:
-            self._told = _count(chunk) or self._told
+            self._reported = _count(chunk) or self._reported
             for piece in _pieces(chunk):
                 self._last = perf_counter()
                 self._first = self._last if not self._count else self._first
@@ -76,37 +76,37 @@ class Stream:
                 yield piece
 
     def whole(self) -> Answer:
-        """Waits for the end."""
+        """Waits for the end and returns the answer."""
         for _ in self:
             pass
         return self.answer
 
     @property
     def answer(self) -> Answer:
-        """What has come so far."""
-        tokens = max(self._told, self._count)
+        """What has arrived so far."""
+        tokens = max(self._reported, self._count)
         return Answer("".join(self._words), tokens, self._first - self._begun, self._last - self._begun)
 
 
 class Server:
-    """A server by its address. `model` is the one that is asked, the first that it names unless another is wanted."""
+    """A connection to a server. Requests go to `model`, by default the first one that the server lists."""
 
     def __init__(self, url: str, *, key: str | None = None, model: str | None = None) -> None:
         self.url = _address(url)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             limits = httpx.Timeout(READ, connect=CONNECT)
-            self._client = httpx.Client(timeout=limits, headers=headers, trust_env=not _is_near(self.url))
+            self._client = httpx.Client(timeout=limits, headers=headers, trust_env=not _is_local(self.url))
         except (httpx.InvalidURL, UnicodeError, ValueError) as error:
             raise ServerError(f"{self.url} cannot be asked: {error}", fix="check the key and HTTP_PROXY") from error
         self.model = model or self._first_model()
 
     def chat(self, messages: Sequence[Message], **options: Any) -> Stream:
-        """The answer to a conversation; `options` are those of the API, such as max_tokens."""
+        """Streams the answer to a conversation; `options` are those of the API, such as max_tokens."""
         return self._stream("/v1/chat/completions", {"messages": list(messages), **options})
 
     def complete(self, prompt: str, **options: Any) -> Stream:
-        """How the model goes on after a text."""
+        """Streams the continuation of a text."""
         return self._stream("/v1/completions", {"prompt": prompt, **options})
 
     def close(self) -> None:
@@ -116,12 +116,12 @@ class Server:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
     def _first_model(self) -> str:
-        with _understood(self.url):
+        with _network_errors(self.url):
             reply = self._client.get(f"{self.url}/v1/models")
             self._check(reply)
             try:
@@ -132,12 +132,12 @@ class Server:
                 ) from error
 
     def _stream(self, path: str, body: Mapping[str, Any]) -> Stream:
-        told = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}, **body}
-        return Stream(self._chunks(path, told))
+        request = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}, **body}
+        return Stream(self._chunks(path, request))
 
     def _chunks(self, path: str, body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-        """The events of a stream; the connection is closed with the iterator."""
-        with _understood(self.url), self._client.stream("POST", f"{self.url}{path}", json=body) as reply:
+        """Yields the events of a stream; closing the iterator closes the connection."""
+        with _network_errors(self.url), self._client.stream("POST", f"{self.url}{path}", json=body) as reply:
             self._check(reply)
             for line in reply.iter_lines():
                 field, _, words = line.partition(":")
@@ -159,8 +159,8 @@ class Server:
 
 
 @contextmanager
-def _understood(url: str) -> Iterator[None]:
-    """What a network says, in one line."""
+def _network_errors(url: str) -> Iterator[None]:
+    """Turns network errors into a ServerError of one line."""
     try:
         yield
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
@@ -170,7 +170,7 @@ def _understood(url: str) -> Iterator[None]:
 
 
 def _address(url: str) -> str:
-    """The URL that paths of the API follow: a scheme before it, no /v1 behind it."""
+    """The URL before the paths of the API: with a scheme, without /v1; raises ServerError if it is no URL."""
     whole = url.strip() if "://" in url else f"http://{url.strip()}"
     try:
         parts = urlsplit(whole)
@@ -182,8 +182,8 @@ def _address(url: str) -> str:
     return re.sub(r"(/v1)?/*$", "", whole)
 
 
-def _is_near(url: str) -> bool:
-    """Whether a server is on this machine."""
+def _is_local(url: str) -> bool:
+    """True if a server is on this machine."""
     host = urlsplit(url).hostname or ""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -193,42 +193,41 @@ def _is_near(url: str) -> bool:
 
 def _event(words: str, failed: bool) -> Mapping[str, Any]:
     try:
-        found = json.loads(words)
+        event = json.loads(words)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        event = None
+    if not isinstance(event, dict):
         raise ServerError(f"the server sends {words[:60]!r} in a stream", fix="give the URL of an OpenAI API")
-    if failed or found.get("error"):
+    if failed or event.get("error"):
         raise ServerError(f"the server breaks off: {_reason(words)}", fix="see its log")
-    return found
+    return event
 
 
-def _pieces(chunk: Mapping[str, Any]) -> Iterator[Piece]:
-    """What a chunk adds: of a chat its delta, of a completion its text."""
+def _pieces(chunk: Mapping[str, Any]) -> Iterator[TextPiece]:
+    """Yields what a chunk adds: the delta of a chat, or the text of a completion."""
     for choice in chunk.get("choices") or ():
         delta = choice.get("delta") or {}
         thought = next((delta[name] for name in THOUGHTS if delta.get(name)), None)
         if thought:
-            yield Piece(str(thought), thought=True)
+            yield TextPiece(str(thought), thought=True)
         if text := delta.get("content") or choice.get("text"):
-            yield Piece(str(text))
+            yield TextPiece(str(text))
 
 
 def _count(chunk: Mapping[str, Any]) -> int:
-    """The tokens of an answer, in the chunk that tells them."""
+    """The tokens of an answer, in the chunk that reports them; 0 in others."""
     return int((chunk.get("usage") or {}).get("completion_tokens") or 0)
 
 
 def _reason(words: str) -> str:
-    """The message in an error of the API, else what was said."""
+    """The message in an error of the API, or the whole text if it is no such error."""
     try:
-        found = json.loads(words)
-        while isinstance(found, dict):
-            found = found.get("error") or found.get("message") or found.get("detail") or str(found)
-        words = str(found)
+        message = json.loads(words)
+        while isinstance(message, dict):
+            message = message.get("error") or message.get("message") or message.get("detail") or str(message)
     except (ValueError, RecursionError):
-        pass
-    return " ".join(words.split())[:LONGEST]
+        message = words
+    return " ".join(str(message).split())[:LONGEST]
 
 
 def _plain(error: Exception) -> str:

@@ -1,7 +1,7 @@
 """An engine from a container image: the same command, inside `docker run` or `podman run`.
 
-It shares the network of this machine, so that it listens where it was asked to and nowhere else; the model is mounted
-for reading at the path that it has outside: the command is the same. `docker run` stays in the foreground and passes
+The container shares the network of this machine, so that the engine listens on the given address only. The model is
+mounted read-only at its own path, so that the command stays the same. `docker run` stays in the foreground and passes
 signals on.
 """
 
@@ -22,36 +22,36 @@ GPUS = {  # what gives a container the devices of a platform
 
 
 def runtime() -> str:
-    """The program that runs containers here."""
-    found = next((name for name in RUNTIMES if shutil.which(name)), None)
-    if found is None:
+    """Returns the program that runs containers here; raises QuantryError if there is none."""
+    program = next((name for name in RUNTIMES if shutil.which(name)), None)
+    if program is None:
         raise QuantryError(
-            "there is neither docker nor podman to run an image with",
+            "neither docker nor podman is installed, and an image needs one of them",
             fix="install one of them, or the engine itself and leave --image out",
         )
-    return found
+    return program
 
 
 def contained(
     command: Command, image: str, *, program: str, name: str, platform: str, mounts: Sequence[Path]
 ) -> Command:
-    """The command as it is run from an image, in a container called `name`; so are its steps on this machine."""
+    """Returns the command as run from an image in a container called `name`, with its steps on this machine."""
     if command.files or command.after:
         raise QuantryError(
-            "this engine is set up with files or steps beside its server, and cannot be run from an image",
+            "this engine needs files or steps before its server, and cannot be run from an image",
             fix="install the engine and leave --image out",
         )
     shared = [word for path in mounts for word in ("--volume", f"{path}:{path}:ro")]
-    names = [word for one in command.env for word in ("--env", one)]  # values stay in the environment, unseen
+    names = [word for variable in command.env for word in ("--env", variable)]  # values stay in the environment, unseen
     begin = (program, "run", "--rm", "--init", "--network=host", "--ipc=host", *GPUS.get(platform, ()), *shared, *names)
 
     def wrapped(argv: Sequence[str], *more: str) -> tuple[str, ...]:
         return (*begin, *more, "--entrypoint", argv[0], image, *argv[1:])
 
-    steps = tuple(Step(wrapped(one.argv), one.why) if one.where == HERE else one for one in command.steps)
+    steps = tuple(Step(wrapped(step.argv), step.why) if step.where == HERE else step for step in command.steps)
     return replace(command, argv=wrapped(command.argv, "--name", name), steps=steps)
 
 
 def removal(program: str, name: str) -> tuple[str, ...]:
-    """What ends a container whose `docker run` was killed."""
+    """The command that ends a container whose `docker run` was killed."""
     return (program, "rm", "--force", name)

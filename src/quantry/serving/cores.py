@@ -1,7 +1,7 @@
-"""How many threads an engine on the processor should have: one for each physical core that this process may use.
+"""How many threads an engine on a CPU should have: one for each physical core that this process may use.
 
-Two threads of one core share its arithmetic units, which matrix products fill alone; and more threads than cores that
-are free wait for each other at every layer, which is far slower than too few.
+Two threads of one core share its arithmetic units, which one thread of matrix products fills already. More threads than
+free cores wait for each other at every layer, which is far slower than too few threads.
 """
 
 import os

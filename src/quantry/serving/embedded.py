@@ -4,11 +4,11 @@
 
 The words are those of `llama-server`, and they are read by llama.cpp's own parser: the library inside xllamacpp has it,
 and `CommonParams` is the very structure that it fills. So every flag of that version is taken, means what it means
-there, and is refused in the same words. One word is ours: `--end-with-stdin` ends the server when its standard input
-does, so that it does not outlive whoever started it.
+there, and is refused in the same words. Quantry adds `--end-with-stdin`, which ends the server
+when its standard input ends, so that it does not outlive the process that started it.
 
-Two things differ. Pages of other sites may not ask a server that has no key, unless `--cors-origins` says so. And at
-the start the log tells how much memory everything takes; then it is as talkative as `llama-server`.
+Two things differ. Pages of other sites may not use a server without a key, unless `--cors-origins` says so. And the log
+of the start gives the sizes of all buffers; afterwards it is as verbose as that of `llama-server`.
 """
 
 import ctypes
@@ -29,14 +29,14 @@ END = "--end-with-stdin"
 PARSE = "_Z19common_params_parseiPPcR13common_params13llama_examplePFviS0_E"  # common_params_parse, in llama.cpp
 TELL = "_Z30common_log_set_verbosity_tholdi"  # common_log_set_verbosity_thold
 EXAMPLES = 64  # programs that the parser knows flags of are numbered, and the server's number changes with versions
-LOCAL = "localhost"  # pages of this machine; by llama.cpp's own default any page may ask a server without a key
+LOCAL = "localhost"  # pages of this machine; llama.cpp's own default lets any page use a server without a key
 SIZES = 4  # the level of the log that tells the sizes of buffers
 MARK = 1_234_567_891
 HEADER = range(16, 128, 4)  # bytes of a Python object within which its own data begin
 
 
 def main(words: Sequence[str]) -> int:
-    """Serves until a signal, or the end of the standard input if that is asked for."""
+    """Serves until a signal, or with `--end-with-stdin` until the standard input ends."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # while the model loads Python does not run, and could not end it
     params = parse([word for word in words if word != END])
@@ -57,7 +57,10 @@ def main(words: Sequence[str]) -> int:
 
 
 def parse(words: Sequence[str]) -> Any:
-    """xllamacpp's parameters as `llama-server` would have them; what llama.cpp refuses is said on standard error."""
+    """Parses the words of `llama-server` into xllamacpp's parameters.
+
+    Raises QuantryError if llama.cpp refuses them; its reason is on standard error.
+    """
     params = _parsed(words, _server_number())
     if params is None:
         raise QuantryError("llama.cpp does not take these flags", fix="see its words above, or llama-server --help")
@@ -81,7 +84,7 @@ def _serve(params: Any) -> Any:
 
 
 def _parsed(words: Sequence[str], example: int) -> Any:
-    """The parameters, or None where the parser refuses the words."""
+    """The parameters, or None if the parser refuses the words."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -91,29 +94,30 @@ def _parsed(words: Sequence[str], example: int) -> Any:
 
 
 def _address(params: Any) -> int:
-    """Where llama.cpp's structure is inside the Python object: it begins with n_predict, which is marked and found."""
+    """The address of llama.cpp's structure inside the Python object: it begins with n_predict, which is marked."""
     usual = params.n_predict
     params.n_predict = MARK
-    found = [id(params) + offset for offset in HEADER if c_int32.from_address(id(params) + offset).value == MARK]
+    addresses = [id(params) + offset for offset in HEADER if c_int32.from_address(id(params) + offset).value == MARK]
     params.n_predict = usual
-    if not found:
+    if not addresses:
         raise _other_library("its parameters are laid out in another way")
-    return found[0]
+    return addresses[0]
 
 
 @cache
 def _server_number() -> int:
-    """The number by which the parser knows the server: the one for which it takes flags that no other program has."""
+    """The number of the server in the parser: with it, the parser takes flags that no other program has."""
     with _silence():
-        found = next((one for one in range(EXAMPLES) if _parsed(["--port", "1", "--slots"], one) is not None), None)
-    if found is None:
+        flags = ["--port", "1", "--slots"]
+        server = next((number for number in range(EXAMPLES) if _parsed(flags, number) is not None), None)
+    if server is None:
         raise _other_library("its parser knows no server")
-    return found
+    return server
 
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Nothing of what C writes to the standard streams is seen."""
+    """Discards what C code writes to the standard streams."""
     kept = {number: os.dup(number) for number in (1, 2)}
     nothing = os.open(os.devnull, os.O_WRONLY)
     try:

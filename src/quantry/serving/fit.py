@@ -1,4 +1,4 @@
-"""Whether a model and its load fit into the memory that is free; says what would fit otherwise."""
+"""Checks that a model and its load fit into the free memory, and names what would fit otherwise."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,8 +1,7 @@
-"""An engine as a child process: started, waited for until it answers, watched, and stopped with all it started.
+"""An engine as a child process: started, watched until it answers, and stopped with every process it started.
 
-Nothing stands between a client and the engine. It writes its log into a file itself, so that nothing is lost when it
-dies and nothing waits when nobody reads; whoever wants to see the log gets it from there. It has a process group of its
-own, which ends with it.
+Clients talk to the engine directly. It writes its log into a file itself, so that nothing is lost when it dies and it
+never waits for a reader; the log is shown from that file. It has its own process group, which ends with it.
 """
 
 import http.client
@@ -34,13 +33,13 @@ PATIENCE = 1800.0  # seconds until it answers: a large model comes from a slow d
 SHORT, LONG = 0.02, 0.5  # between two looks at it
 LAST = 5.0  # seconds for killed processes to be gone
 ANSWER = 5.0  # seconds for it to say that it is well
-MESSAGE = 400  # characters of its words that are passed on
+MESSAGE = 400  # characters of its message that are passed on
 NO_REASON = re.compile(r"\b(?:INFO|WARNING|DEBUG)\b|^\S+ [IWD] (?=\S)")
 REASON = re.compile(r"(?:^|[\s)])(?:[A-Z]\w*(?:Error|Exception)|error|Error|ERROR): |^\S+ E (?=\S)")
 
 
 class EngineError(QuantryError):
-    """An engine that does not start, or ends by itself; `log` is where its words are."""
+    """An engine does not start, or ends by itself; `log` is the file of its output."""
 
     def __init__(self, problem: str, *, fix: str, log: Path | None = None, exit_code: int = 2) -> None:
         super().__init__(problem, fix=fix)
@@ -49,7 +48,7 @@ class EngineError(QuantryError):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What is started, and where it will answer."""
+    """What is started, and the address at which it will answer."""
 
     engine: str
     command: Command
@@ -63,7 +62,7 @@ class Launch:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where a client on this machine finds it."""
+        """The host and port at which a client on this machine finds it."""
         host = "127.0.0.1" if self.host in ("0.0.0.0", "") else "::1" if self.host == "::" else self.host
         return host.strip("[]"), self.port
 
@@ -91,7 +90,7 @@ class Running:
 
     @property
     def url(self) -> str:
-        """What the paths of the API follow: http://127.0.0.1:8080."""
+        """The address before the paths of the API, such as http://127.0.0.1:8080."""
         return self.launch.url
 
     @property
@@ -105,7 +104,7 @@ class Running:
 
     @property
     def context(self) -> int | None:
-        """Tokens of one sequence: as asked for, or as the engine says."""
+        """Tokens of one sequence: as chosen, or as the engine reports."""
         return self.launch.context or self.facts().context
 
     @property
@@ -119,7 +118,7 @@ class Running:
         return code if code is None or code >= 0 else 128 - code
 
     def healthy(self) -> bool:
-        """Whether it says that it is ready."""
+        """Returns True if it reports that it is ready."""
         if self._poll() is not None:
             return False
         connection = http.client.HTTPConnection(*self.launch.address, timeout=ANSWER)
@@ -132,14 +131,14 @@ class Running:
             connection.close()
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Waits for its end and gives the exit code; None if it still runs after `timeout` seconds."""
+        """Waits for its end and returns the exit code; None if it still runs after `timeout` seconds."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout)
             self._finish()
         return self.exit_code
 
     def stop(self, grace: float = GRACE) -> int:
-        """Asks it to end, and after `grace` seconds ends it and all that it started; gives the exit code."""
+        """Asks it to end, kills it with all its processes after `grace` seconds, and returns the exit code."""
         try:
             if self._poll() is None:
                 self._signal(signal.SIGTERM)
@@ -152,7 +151,7 @@ class Running:
         return code
 
     def facts(self) -> Facts:
-        """What its log says so far."""
+        """Reads the facts from its log so far."""
         return adapter(self.engine).facts(self.lines())
 
     def lines(self) -> list[str]:
@@ -160,7 +159,7 @@ class Running:
         return self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log.exists() else []
 
     def death(self) -> EngineError:
-        """What to say when it has ended by itself."""
+        """The error for an engine that has ended by itself."""
         code = self._process.returncode
         ending = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         after = time.monotonic() - self.started
@@ -176,12 +175,12 @@ class Running:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
 
     def _poll(self) -> int | None:
-        """Its code once it has ended; then what it started is ended too, before the group's number can be another's."""
+        """Its code once it has ended; then ends what it started, before the group's number can be reused."""
         code = self._process.poll()
         if code is not None:
             self._finish()
@@ -192,7 +191,7 @@ class Running:
             os.killpg(self._process.pid, number)
 
     def _finish(self) -> None:
-        """Ends whatever of its group is left, and has the rest of the log shown; once."""
+        """Ends what is left of its group and shows the rest of the log; does so once."""
         if self._done.is_set():
             return
         self._signal(signal.SIGKILL)
@@ -229,9 +228,10 @@ def start(
     patience: float = PATIENCE,
     tell: Callable[[str], None] | None = None,
 ) -> Running:
-    """Starts an engine and waits until it answers; its log goes to the file `log`, and to `stream` if there is one.
+    """Starts an engine and waits until it answers; its log goes to the file `log`, and to `stream` if one is given.
 
-    Steps that come before and after on this machine are run as well; `tell` is given a line before each.
+    Runs the steps before and after it on this machine as well; `tell` gets a line before each. Raises EngineError if
+    the engine or a step ends with an error, or the engine does not answer in `patience` seconds.
     """
     check_port(launch.host, launch.port)
     folder = _folder(log, launch)
@@ -254,7 +254,7 @@ def start(
 
 
 def check_port(host: str, port: int) -> None:
-    """An error if something listens on the port already, which names the next that is free."""
+    """Raises QuantryError, with the next free port, if something listens on the port already."""
     if port not in PORTS:
         raise QuantryError(f"port {port} is not one of 1 to 65535", fix="leave --port out for the engine's usual one")
     if why := _taken(host, port):
@@ -264,25 +264,25 @@ def check_port(host: str, port: int) -> None:
 
 
 def free_port(host: str) -> int:
-    """A port that nothing listens on."""
+    """Returns a port that nothing listens on."""
     with _bound(host, 0) as probe:
         return int(probe.getsockname()[1])
 
 
 def reason(lines: Sequence[str], guess: bool = True) -> str:
-    """The line of a log that tells what went wrong: the first error, since those that follow only follow from it.
+    """Returns the line of a log that says what went wrong: the first error, since later ones follow from it.
 
-    Without one it is the last line, if a `guess` is wanted, else nothing.
+    A log without errors gives its last line if `guess` is set, else an empty text.
     """
-    said = [line.strip() for line in lines if line.strip()]
-    errors = (line for line in said if REASON.search(line) and not NO_REASON.search(line))
-    found = next(errors, said[-1] if said and guess else "")
-    return found if len(found) <= MESSAGE else found[: MESSAGE - 3] + "..."
+    stripped = [line.strip() for line in lines if line.strip()]
+    errors = (line for line in stripped if REASON.search(line) and not NO_REASON.search(line))
+    line = next(errors, stripped[-1] if stripped and guess else "")
+    return line if len(line) <= MESSAGE else line[: MESSAGE - 3] + "..."
 
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP as exceptions, like SIGINT, so that every `with` on the way stops what it started."""
+    """Turns SIGTERM and SIGHUP into exceptions, like SIGINT, so that every open `with` stops what it started."""
 
     def end(number: int, _: FrameType | None) -> None:
         sys.exit(128 + number)
@@ -296,7 +296,7 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def _taken(host: str, port: int) -> str | None:
-    """Why a server could not listen there, None if it could."""
+    """Returns why a server could not listen there, None if it could."""
     try:
         with _bound(host, port):
             return None
@@ -316,7 +316,7 @@ def _bound(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def _folder(log: Path | None, launch: Launch) -> Path:
-    """Where the log and the files are: a folder for each engine and port, which the next one there takes over."""
+    """Creates the folder of the log and the files: one for each engine and port, reused by the next start."""
     folder = log.parent if log else home() / "serving" / f"{launch.engine}-{launch.port}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -336,7 +336,7 @@ def _log(file: Path) -> Iterator[BinaryIO]:
 
 
 def _with_files(command: Command, folder: Path) -> Path | None:
-    """Writes the files of a command, and gives the folder to start it in; without files that is the present one."""
+    """Writes the files of a command and returns the folder to start it in; None (the current one) without files."""
     for name, text in command.files.items():
         (folder / name).write_text(text, encoding="utf-8")
     return folder if command.files else None
@@ -350,7 +350,7 @@ def _run_step(
     output: BinaryIO,
     tell: Callable[[str], None] | None,
 ) -> None:
-    """A step on this machine, in a process group that does not outlive it; those elsewhere are for the user to run."""
+    """Runs a step of this machine in its own process group; steps elsewhere are left to the user."""
     if step.where != HERE:
         return
     if tell:

@@ -22,13 +22,13 @@ from quantry.types import Checkpoint
 
 PROBE = """
 import importlib.metadata, json, sys
-found = {}
+versions = {}
 for name in sys.argv[1:]:
     try:
-        found[name] = importlib.metadata.version(name)
+        versions[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         pass
-print(json.dumps(found))
+print(json.dumps(versions))
 """
 PATIENCE = 60.0  # seconds for a program to say its version
 
@@ -46,7 +46,7 @@ class ServedModel:
 
     @property
     def context(self) -> int | None:
-        """Tokens it was made for."""
+        """The longest sequence it was made for, in tokens."""
         return context_length(self.checkpoint.config) if self.checkpoint else _own_context(self.path, self.format)
 
 
@@ -58,7 +58,7 @@ class Installed:
     version: str
     platform: str
     python: str = "python"
-    program: str | None = None  # an executable of its own
+    program: str | None = None  # its executable, if it has one
 
 
 def open_model(model: str | Path) -> ServedModel:

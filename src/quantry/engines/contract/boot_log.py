@@ -28,18 +28,16 @@ def size(number: str, unit: str) -> int:
 
 
 def last(pattern: str, lines: Iterable[str]) -> re.Match[str] | None:
-    """The last place where a log has a pattern: what is said again replaces what was said before."""
-    found = None
-    for line in lines:
-        found = re.search(pattern, line) or found
-    return found
+    """The last match of a pattern in a log: later lines replace earlier ones."""
+    matches = [match for line in lines if (match := re.search(pattern, line))]
+    return matches[-1] if matches else None
 
 
 def until(pattern: str, lines: Iterable[str]) -> list[str]:
     """A log up to the line that says that it serves: later lines are about requests."""
-    found = []
+    kept = []
     for line in lines:
-        found.append(line)
+        kept.append(line)
         if re.search(pattern, line):
             break
-    return found
+    return kept

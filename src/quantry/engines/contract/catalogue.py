@@ -366,8 +366,8 @@ def _engine(data: Mapping[str, Any], plugin: str, folder: Path) -> Engine:
     }  # fmt: skip
     rows = {"outdated": Outdated, "packages": Package, **dict.fromkeys(CAPABILITIES, Capability)}
     read: dict[str, Any] = {key: _plain(value) for key, value in data.items() if key not in ("versions", "tune")}
-    read |= {key: kind(**_plain(data[key])) for key, kind in tables.items() if key in data}
-    read |= {key: tuple(kind(**_plain(row)) for row in data[key]) for key, kind in rows.items() if key in data}
+    read |= {key: table(**_plain(data[key])) for key, table in tables.items() if key in data}
+    read |= {key: tuple(table(**_plain(row)) for row in data[key]) for key, table in rows.items() if key in data}
     read |= {"metrics": _metrics(data["metrics"])} if "metrics" in data else {}
     read |= {"plan": _plan(data["plan"])} if "plan" in data else {}
     read["fixes"] = {"default": "use another engine", **data.get("fixes", {})}

@@ -34,7 +34,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A command beside the server's own; what is not `here` is for the user to run on that machine."""
+    """A command before or after the server's own; the user runs it if it is not `here`."""
 
     argv: tuple[str, ...]
     why: str
@@ -47,7 +47,7 @@ class Command:
     """What starts an engine: files are written into the working folder, then steps, then `argv`, then `after`."""
 
     argv: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)  # beside the caller's own
+    env: Mapping[str, str] = field(default_factory=dict)  # in addition to the caller's own
     files: Mapping[str, str] = field(default_factory=dict)  # relative name -> text
     steps: tuple[Step, ...] = ()
     after: tuple[Step, ...] = ()  # once the server is healthy
@@ -82,42 +82,49 @@ def maybe(name: str, value: object, why: str) -> list[Setting]:
 
 
 def switch(on: bool | None, name: str, why: str, off: str | None = None, why_off: str = "") -> list[Setting]:
-    """A flag without a value if a thing is on; its opposite, where there is one, if it is off; nothing for None."""
+    """A flag without a value for True, its opposite (if it has one) for False, nothing for None."""
     if on:
         return [Setting(name, None, why)]
     return [Setting(off, None, why_off)] if on is False and off else []
 
 
 def several(name: str, number: int, why: str) -> list[Setting]:
-    """A setting for more than one of a thing."""
+    """A setting, unless its number is 1."""
     return [Setting(name, number, why)] if number > 1 else []
 
 
-# ---- checks that all engines share ----
+# ---- commands ----
+
+
+def started_by(
+    program: Sequence[str], serving: Serving, settings: Sequence[Setting], steps: Sequence[Step] = ()
+) -> Command:
+    """The command of a program: its settings as words and as environment, with the key hidden."""
+    return Command(
+        argv=(*program, *checked(serving, settings)),
+        env=environment(settings),
+        steps=tuple(steps),
+        secrets=frozenset({serving.api_key} if serving.api_key else ()),
+    )
 
 
 def checked(serving: Serving, settings: Sequence[Setting]) -> list[str]:
-    """Flags and values as words, and the user's own at the end; what the version does not take is an error."""
+    """Flags and values as words, and the user's own at the end; raises UnknownNameError for what the version lacks."""
     known = flags(serving.engine, serving.version)
     for setting in settings:
         _check_flag(serving, setting, known)
-    words = [word for one in settings if not one.name.endswith("=") for word in one.words]
+    words = [word for setting in settings if not setting.name.endswith("=") for word in setting.words]
     return [*words, *_given(serving)]
-
-
-def secrets(serving: Serving) -> frozenset[str]:
-    """The words of a command that are never shown."""
-    return frozenset({serving.api_key} if serving.api_key else ())
 
 
 def environment(settings: Sequence[Setting]) -> dict[str, str]:
     """The settings that are environment variables."""
-    return {one.name[:-1]: str(one.value) for one in settings if one.name.endswith("=")}
+    return {setting.name[:-1]: str(setting.value) for setting in settings if setting.name.endswith("=")}
 
 
 def explained(serving: Serving, settings: Sequence[Setting]) -> list[tuple[str, str]]:
     """Rows of words and reasons; a key is not shown."""
-    rows = [(_shown(serving, one), one.why) for one in settings]
+    rows = [(_shown(serving, setting), setting.why) for setting in settings]
     return [*rows, (shlex.join(serving.extra), "given for the engine itself")] if serving.extra else rows
 
 
@@ -150,12 +157,12 @@ def check(serving: Serving) -> None:
 
 
 def refuse(serving: Serving, **unknown: str) -> None:
-    """An error for each field that is asked for and that the engine has nothing for; the text is the fix."""
+    """Raises RecipeError for a field that is set and that the engine has nothing for; the text is the fix."""
     plain = serving.plain()
     for name, fix in unknown.items():
-        asked = getattr(serving, name)
-        if asked != getattr(plain, name):
-            shown = "" if name == "api_key" else f" (asked for: {asked})"
+        value = getattr(serving, name)
+        if value != getattr(plain, name):
+            shown = "" if name == "api_key" else f" (asked for: {value})"
             raise RecipeError(f"{serving.engine} {serving.version} has no {name.replace('_', ' ')}{shown}", fix=fix)
 
 

@@ -1,7 +1,7 @@
 """Limits on the figures of a level (service level objectives): ttft_p95=500ms, error_rate=1%, ..."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quantry.errors import QuantryError, UnknownNameError
@@ -22,6 +22,11 @@ class SloFinding:
     limit: float
     ok: bool
     words: str
+
+
+def parse_limits(texts: Iterable[str]) -> dict[str, float]:
+    """Reads limits, several of which a text may hold: `ttft_p95=500ms,error_rate=1%`."""
+    return dict(parse_limit(limit) for text in texts for limit in text.split(","))
 
 
 def parse_limit(text: str) -> tuple[str, float]:
