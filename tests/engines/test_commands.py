@@ -45,7 +45,6 @@ def test_an_engine_has_all_of_the_contract(name: str) -> None:
     assert all(callable(getattr(found, one)) for one in ("settings", "command", "explain", "facts"))
     assert facts.server.health.startswith("/")
     assert facts.installed_by("cpu").split()[0] in ("pip", "curl", "docker", "brew")
-    assert set(facts.usual_for) <= set(facts.formats)
     assert facts.installation.program or facts.installation.distributions
     assert found.facts([]) == Facts()
     assert found.facts(["nothing", "", "of \x00 interest"]) == Facts()

@@ -163,7 +163,7 @@ def test_every_command_is_taken(engine: str) -> None:
 
 @pytest.mark.parametrize("engine", VERSIONS)
 def test_outdated_forms_are_refused(engine: str) -> None:
-    """So the parser can tell right from wrong, and the rows of OUTDATED tell the truth."""
+    """So the parser can tell right from wrong, and the rows `outdated` of the facts tell the truth."""
     found = answered(engine)["answers"][len(cases(engine)) :]
     for line, answer in zip(REFUSED[engine], found, strict=True):
         assert answer["error"], line
