@@ -25,6 +25,9 @@ distributions = ["tiny-engine"]
 port = 8123
 health = "/ready"
 
+[lacks]
+api_key = "leave it out"
+
 [[versions]]
 version = "1.0"
 source = "tests"
@@ -43,7 +46,7 @@ date = 2026-11-16
 """
 ENGINE = """
 from quantry.engines.contract.boot_log import Facts, last
-from quantry.engines.contract.command import Command, Setting, check, checked, explained, maybe, refuse
+from quantry.engines.contract.command import Command, Setting, check, checked, explained, maybe
 
 
 def settings(serving):
@@ -56,7 +59,6 @@ def settings(serving):
 
 def command(serving):
     check(serving)
-    refuse(serving, api_key="leave it out")
     return Command((serving.python, "-m", "tiny_engine.server", *checked(serving, settings(serving))))
 
 

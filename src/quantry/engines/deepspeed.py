@@ -9,7 +9,6 @@ from quantry.engines.contract.command import (
     check,
     explained,
     maybe,
-    refuse,
     several,
     started_by,
 )
@@ -31,7 +30,6 @@ def settings(serving: Serving) -> list[Setting]:
 
 def command(serving: Serving) -> Command:
     check(serving)
-    _refuse(serving)
     return started_by((serving.python, "-m", "mii.entrypoints.openai_api_server"), serving, settings(serving))
 
 
@@ -42,25 +40,3 @@ def explain(serving: Serving) -> list[tuple[str, str]]:
 def facts(lines: Iterable[str]) -> Facts:
     """It says little as it starts."""
     return Facts(warnings=tuple(dict.fromkeys(line.strip() for line in lines if "[WARNING]" in line)))
-
-
-def _refuse(serving: Serving) -> None:
-    here = "leave it out, or use vLLM, which has it"
-    refuse(
-        serving,
-        kv=here,
-        prefix_cache=here,
-        chunked_prefill="leave it out: prompts are always read in pieces",
-        batch_tokens=here,
-        speculative=here,
-        pipeline_parallel=here,
-        nodes=here,
-        offload_layers="use llama.cpp",
-        threads="leave it out",
-        utilization=here,
-        cache_gib=here,
-        dtype=here,
-        quantization=here,
-        eager="leave it out",
-        trust_remote_code=here,
-    )

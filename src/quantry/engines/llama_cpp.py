@@ -75,19 +75,6 @@ def facts(lines: Iterable[str]) -> Facts:
 
 
 def _refuse(serving: Serving) -> None:
-    refuse(
-        serving,
-        dtype="leave it out: a GGUF has the types of its tensors",
-        quantization="quantize with quantry quantize first",
-        utilization="give --fit-target after --, in MiB that stay free",
-        cache_gib="give a context and sequences: the cache follows",
-        tensor_parallel="leave it out: devices share the layers; --split-mode after -- changes that",
-        pipeline_parallel="leave it out: devices share the layers by themselves",
-        replicas="start several on ports of their own",
-        nodes="use vLLM for several nodes",
-        eager="leave it out: nothing is compiled",
-        trust_remote_code="leave it out: a GGUF holds no code",
-    )
     if serving.chunked_prefill is False:
         refuse(serving, chunked_prefill="leave it out: prompts are always read in pieces (--ubatch-size)")
 

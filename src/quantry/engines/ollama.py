@@ -15,7 +15,6 @@ from quantry.engines.contract.command import (
     environment,
     explained,
     maybe,
-    refuse,
 )
 from quantry.engines.contract.options import Serving
 from quantry.errors import RecipeError
@@ -39,7 +38,6 @@ def settings(serving: Serving) -> list[Setting]:
 def command(serving: Serving) -> Command:
     """`ollama serve`; then the model is made from the file, under the name that requests use."""
     check(serving)
-    _refuse(serving)
     variables = settings(serving)
     create = ("ollama", "create", name(serving), "--file", MODELFILE)
     checked(serving, [*variables, Setting("--file", MODELFILE, "")])
@@ -79,26 +77,3 @@ def modelfile(serving: Serving) -> str:
     limits = {"num_ctx": serving.context, "num_thread": serving.threads}
     lines = [f"PARAMETER {name} {value}" for name, value in limits.items() if value]
     return "\n".join([f"FROM {path}", *lines, ""])
-
-
-def _refuse(serving: Serving) -> None:
-    here = "use llama.cpp, which has it"
-    refuse(
-        serving,
-        api_key="it asks for no key: stay with 127.0.0.1, or use llama.cpp",
-        prefix_cache=here,
-        chunked_prefill=here,
-        batch_tokens=here,
-        speculative=here,
-        offload_layers=here,
-        dtype="leave it out: a GGUF has the types of its tensors",
-        quantization="quantize with quantry quantize first",
-        utilization="leave it out",
-        cache_gib="give a context and sequences: the cache follows",
-        replicas="start several on ports of their own",
-        tensor_parallel="leave it out: devices share the layers by themselves",
-        pipeline_parallel="leave it out: devices share the layers by themselves",
-        nodes="use vLLM for several nodes",
-        eager="leave it out: nothing is compiled",
-        trust_remote_code="leave it out: a GGUF holds no code",
-    )

@@ -98,22 +98,3 @@ def _build(serving: Serving) -> Step:
 def _refuse(serving: Serving) -> None:
     if serving.format == BUILT:
         refuse(serving, quantization="leave it out: the model is built already")
-    here = "leave it out, or use llama.cpp, which has it"
-    refuse(
-        serving,
-        kv=here,
-        prefix_cache=here,
-        chunked_prefill=here,
-        batch_tokens=here,
-        speculative=here,
-        tensor_parallel="use vLLM for several devices",
-        pipeline_parallel="use vLLM for several devices",
-        replicas="start several on ports of their own",
-        nodes="use vLLM for several nodes",
-        offload_layers=here,
-        utilization=here,
-        cache_gib=here,
-        dtype="choose a precision for the builder instead",
-        eager="leave it out: nothing is compiled",
-        trust_remote_code=here,
-    )

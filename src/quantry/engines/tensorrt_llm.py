@@ -12,7 +12,6 @@ from quantry.engines.contract.command import (
     checked,
     explained,
     maybe,
-    refuse,
     several,
     switch,
 )
@@ -135,15 +134,3 @@ def _refuse(serving: Serving) -> None:
             f"TensorRT-LLM {serving.version} builds no engines (the last that does is 1.2.1)",
             fix="give it the checkpoint that was converted, or choose version 1.2.1",
         )
-    refuse(
-        serving,
-        api_key="it asks for no key: stay with 127.0.0.1, or use vLLM",
-        dtype="leave it out",
-        quantization="quantize with quantry quantize first",
-        replicas="start several on ports of their own",
-        nodes="use vLLM for several nodes",
-        offload_layers="use llama.cpp",
-        threads="leave it out",
-        cache_gib="give a share of the device instead",
-        eager="leave it out",
-    )

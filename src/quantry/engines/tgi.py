@@ -71,18 +71,6 @@ def facts(lines: Iterable[str]) -> Facts:
 
 
 def _refuse(serving: Serving) -> None:
-    refuse(
-        serving,
-        name="leave it out: requests need not name the model",
-        chunked_prefill="leave it out: prompts are read in pieces by themselves",
-        pipeline_parallel="use vLLM",
-        replicas="start several on ports of their own",
-        nodes="use vLLM for several nodes",
-        offload_layers="use llama.cpp",
-        threads="leave it out",
-        cache_gib="give a share of the device instead",
-        eager="leave it out",
-    )
     if serving.speculative not in (None, LOOKUP):
         refuse(serving, speculative="use lookup here, or vLLM for a draft model")
 

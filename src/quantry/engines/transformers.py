@@ -11,7 +11,6 @@ from quantry.engines.contract.command import (
     check,
     explained,
     maybe,
-    refuse,
     started_by,
     switch,
 )
@@ -36,7 +35,6 @@ def settings(serving: Serving) -> list[Setting]:
 def command(serving: Serving) -> Command:
     """`transformers serve MODEL`; a GGUF is named by its folder and file."""
     check(serving)
-    _refuse(serving)
     return started_by((*_program(serving), _model(serving)), serving, settings(serving))
 
 
@@ -53,25 +51,6 @@ def facts(lines: Iterable[str]) -> Facts:
     version = last(r"You are using version ([\d.]+)", log)
     said = (line.strip() for line in log if "Warning:" in line or line.startswith("[WARNING"))
     return Facts(version=version.group(1).rstrip(".") if version else None, warnings=tuple(dict.fromkeys(said)))
-
-
-def _refuse(serving: Serving) -> None:
-    refuse(
-        serving,
-        api_key="leave the key out and stay with 127.0.0.1, or use vLLM or llama.cpp",
-        kv="leave it out, or use vLLM",
-        prefix_cache="leave it out, or use vLLM or llama.cpp",
-        chunked_prefill="leave it out, or use vLLM",
-        speculative="leave it out, or use vLLM or llama.cpp",
-        tensor_parallel="use vLLM",
-        pipeline_parallel="use vLLM",
-        replicas="start several on ports of their own",
-        nodes="use vLLM for several nodes",
-        offload_layers="use llama.cpp",
-        cache_gib="leave it out",
-        eager="leave it out: nothing is compiled",
-        name="leave it out: requests name the model by its path",
-    )
 
 
 def _program(serving: Serving) -> tuple[str, ...]:

@@ -52,7 +52,6 @@ def settings(serving: Serving) -> list[Setting]:
 def command(serving: Serving) -> Command:
     """`vllm serve`, after a cluster of Ray was started where there are several nodes."""
     check(serving)
-    refuse(serving, offload_layers="give --cpu-offload-gb after --, or use llama.cpp")
     if serving.platform != "cpu":
         refuse(serving, threads="leave it out on a GPU", cache_gib="give a share of the device instead")
     return started_by(_program(serving), serving, settings(serving), _cluster(serving))

@@ -19,6 +19,7 @@ required; everything else has the defaults of `catalogue.Engine`, so that a file
 | `install` | the command that installs it, by platform; `any` for all others |
 | `installation` | how an installed engine is found, and how its version is read |
 | `server` | port, health path, names of models, and what else differs between running servers |
+| `lacks` | options of a server that the engine has nothing for, with what to do instead |
 | `metrics` | where its Prometheus page is, and the names of the figures that matter |
 | `kv_cache`, `tune` | types of the KV cache and switches that other commands may use |
 | `verify` | how `quantry verify` scores a model in it |

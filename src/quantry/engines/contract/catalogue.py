@@ -228,6 +228,7 @@ class Engine:
     server: ServerFacts = ServerFacts()
     metrics: Metrics | None = None
     kv_cache: CacheFacts = CacheFacts()
+    lacks: Mapping[str, str] = field(default_factory=dict)  # options that it has nothing for: what to do instead
     switches: tuple[str, ...] = ()  # that `quantry tune` may set both ways
     verify: VerifyFacts | None = None  # None: `quantry verify` cannot score in it
     plan: PlanFacts = PlanFacts()

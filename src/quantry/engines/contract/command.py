@@ -129,12 +129,12 @@ def explained(serving: Serving, settings: Sequence[Setting]) -> list[tuple[str, 
 
 
 def check(serving: Serving) -> None:
-    """Raises an error for what makes no sense in any engine, before a command is made of it."""
+    """Raises an error for what makes no sense in any engine, or what this engine lacks, before a command is made."""
     known_version(serving.engine, serving.version)
-    formats = engine(serving.engine).formats
-    if serving.format not in formats:
+    facts = engine(serving.engine)
+    if serving.format not in facts.formats:
         raise RecipeError(
-            f"{serving.engine} does not load {serving.format} (it loads {', '.join(formats)})",
+            f"{serving.engine} does not load {serving.format} (it loads {', '.join(facts.formats)})",
             fix="choose another --engine, or quantry convert the artefact",
         )
     if serving.open_to_others and not serving.api_key:
@@ -154,6 +154,7 @@ def check(serving: Serving) -> None:
         )
     if serving.utilization is not None and not 0 < serving.utilization <= 1:
         raise RecipeError(f"utilization {serving.utilization:g} is not in (0, 1]", fix="give a share, such as 0.9")
+    refuse(serving, **facts.lacks)
 
 
 def refuse(serving: Serving, **unknown: str) -> None:
