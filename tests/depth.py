@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+FAMILIES = ("LlamaForCausalLM", "Gemma2ForCausalLM", "Phi3ForCausalLM", "Qwen3MoeForCausalLM")  # unlike each other
 DEEP = os.environ.get("QUANTRY_TEST_DEPTH") == "deep"
 deep = pytest.mark.deep
 sampled = pytest.mark.sampled

@@ -51,3 +51,18 @@ def inputs_of(model: Any, windows: list[list[int]] = WINDOWS) -> dict[str, Tenso
     finally:
         nn.functional.linear = torch.nn.functional.linear = original
     return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def candidates(module: str) -> list[str]:
+    """Where transformers may keep a module of the checkpoint."""
+    found = [module, module.replace("language_model.model.layers", "model.language_model.layers")]
+    parts = module.split(".")
+    if "experts" in parts:  # MODEL.experts.N.LEAF is row N of a stack
+        at = parts.index("experts")
+        stem, number, leaf = ".".join(parts[:at]).replace("block_sparse_moe", "mlp"), parts[at + 1], parts[at + 2]
+        stack = "down_proj" if leaf in ("w2", "down_proj") else "gate_up_proj"
+        found.append(f"{stem}.experts.{stack}.{number}")
+    found.append(module.replace("block_sparse_moe.gate", "mlp.gate"))
+    found.append(module.replace("input_linear", "experts.gate_up_proj").replace("output_linear", "experts.down_proj"))
+    found.append(module.replace("router.layer", "router"))
+    return found

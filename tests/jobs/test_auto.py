@@ -13,7 +13,8 @@ import torch
 
 import quantry
 from command import command
-from depth import cases, rounds, sampled
+from depth import FAMILIES, cases, rounds, sampled
+from divergences import divergence, logits, windows
 from quantry.errors import QuantryError, RecipeError
 from quantry.jobs.auto import mixture
 from quantry.jobs.auto.damage import DamageMeter
@@ -32,7 +33,7 @@ from quantry.quantizing.shards import Container, file_bytes
 from quantry.quantizing.targets import target_of
 from quantry.quantizing.tensor_plan import FusedLayers, Piece
 from quantry.types import Artefact, Checkpoint
-from test_calibrated_models import divergence, logits, windows
+from shared import shared
 from tiny_models import ARCHITECTURES, write_model
 
 TEXT: dict[str, Any] = {"samples": 8, "length": 256}
@@ -42,9 +43,16 @@ DEMO = local_folder("demo")
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Artefact]:
-    """A mixture of the demo; layers are measured once for each format."""
+    """A mixture of the demo; layers are measured once in a run for each format."""
+
+    def measure(folder: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("QUANTRY_CACHE", str(folder))
+            for form in FORMATS:
+                quantry.sensitivity("demo", format=form, transform="awq", **TEXT)
+
     patch = pytest.MonkeyPatch()
-    patch.setenv("QUANTRY_CACHE", str(tmp_path_factory.mktemp("store")))
+    patch.setenv("QUANTRY_CACHE", str(shared(tmp_path_factory, "measured demo", measure)))
 
     @cache
     def make(budget: str, form: str) -> Artefact:
@@ -197,7 +205,9 @@ def test_the_size_of_files_is_known_to_the_byte(form: str, preset: str, tmp_path
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "Gemma2ForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture", cases(["LlamaForCausalLM", "Qwen3MoeForCausalLM", "Gemma2ForCausalLM"], ["Qwen3MoeForCausalLM"])
+)
 def test_sizes_of_all_choices_are_exact(architecture: str, form: str, tmp_path: Path) -> None:
     """What a solver adds up is what the job will write, for any choice of ways."""
     write_model(tmp_path / "model", architecture)
@@ -212,9 +222,7 @@ def test_sizes_of_all_choices_are_exact(architecture: str, form: str, tmp_path: 
         assert target_of(checkpoint, made, keep_odd=True).plan.bytes == total
 
 
-@pytest.mark.parametrize(
-    "architecture", cases(ARCHITECTURES, ("LlamaForCausalLM", "Gemma2ForCausalLM", "Qwen3MoeForCausalLM"))
-)
+@pytest.mark.parametrize("architecture", cases(ARCHITECTURES, FAMILIES))
 def test_awq_in_gguf(architecture: str, tmp_path: Path) -> None:
     """A scale that some reader of a channel does not take up would cost far more than 8 bits do."""
     source = tmp_path / "model"

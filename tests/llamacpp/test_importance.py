@@ -11,14 +11,13 @@ import pytest
 import torch
 import transformers
 
-from linear_inputs import WINDOWS, Folder, inputs_of
+from linear_inputs import WINDOWS, Folder, candidates, inputs_of
 from quantry.blockwise.walk import Walk
 from quantry.errors import OutputError
 from quantry.llamacpp.importance import fitting, read, write
 from quantry.llamacpp.tensor_map import targets
 from quantry.quantizing.calibration.importance import sums
 from quantry.quantizing.calibration.observe import ObservedBlock, collect
-from test_observe import candidates
 from tiny_models import ARCHITECTURES, write_model
 
 MATRICES = {

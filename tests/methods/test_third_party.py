@@ -67,7 +67,6 @@ from quantry.formats.contract import modules_with, part
 from quantry.types import Grid, Params, QTensor, Scheme
 
 NAME = "bytes"
-CONTAINER = "folder"
 QUANT_METHODS = ("bytes",)
 CACHE_SCALES = None
 
@@ -162,7 +161,7 @@ def test_all_of_it_from_the_command_line(site: Path, tmp_path: Path) -> None:
     error = (codes * steps - weight) / steps
     assert 0.5 < float(error[inside].abs().max()) <= 1.0 + 1e-3  # more than nearest would, never more than a step
     assert float((codes.abs() >= 7).float().mean()) > 0.05  # half of the range is clipped
-    back = quantry(site, "convert", tmp_path / "out", "--to", "bf16", "-o", tmp_path / "back", "--no-report")
+    back = quantry(site, "convert", tmp_path / "out", "--to", "bf16", "-o", tmp_path / "back")
     assert back.returncode == 0, back.stderr
     read = load_file(tmp_path / "back" / "model.safetensors")[f"{name}.weight"]
     assert torch.equal(read, (codes * steps).bfloat16())

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import quantry
 from calibration_text import statistics
+from depth import FAMILIES, cases
+from divergences import divergence, logits, windows
 from linear_inputs import inputs_of
-from quantry.blockwise.walk import run
 from quantry.llamacpp import importance
 from quantry.methods.rounders import gptq
 from quantry.models.reader import open_checkpoint
@@ -42,24 +42,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder
 
 
-def windows(source: Path, **how: Any) -> tuple[tuple[int, ...], ...]:
-    """What a job reads; random models have nothing in common on other text."""
-    return load(None, load_tokenizer(source), context=512, **(how or TEXT)).tokens
-
-
-def logits(folder: Path, tokens: tuple[tuple[int, ...], ...]) -> Tensor:
-    return torch.stack([one.log_softmax(-1) for _, one in run(open_source(folder), tokens, batch=8)])
-
-
-def divergence(wanted: Tensor, found: Tensor) -> float:
-    return float((wanted.exp() * (wanted - found)).sum(-1).mean())
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", cases(ARCHITECTURES, FAMILIES))
 def test_every_architecture(architecture: str, model: Callable[[str], Path], tmp_path: Path) -> None:
     """A scale that some reader of a channel does not take up, or a Gram matrix of another input, costs far more."""
     source = model(architecture)
-    tokens = windows(source)
+    tokens = windows(source, **TEXT)
     wanted = logits(source, tokens)
     lost = {}
     for preset in ("w4a16", "w4a16-gptq", "w4a16-asym", "w4a16-awq"):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import quantry
+from depth import DEEP, cases
 from killed_jobs import kill_and_resume
 from tiny_models import write_model
 
@@ -30,7 +31,7 @@ def job(source: Path, out: Path, cache_folder: str, how: dict[str, Any]) -> None
     quantry.quantize(source, out, shard_bytes=30_000, **how, **TEXT)
 
 
-@pytest.mark.parametrize("name", KILLED)
+@pytest.mark.parametrize("name", cases(KILLED, ["w4a16-awq+gptq", "sequential gguf"]))
 def test_kill_9_at_random_moments(name: str, tmp_path: Path) -> None:
     """A job without a store of statistics, so that each run walks anew; what it noted of experts survives too."""
     source = tmp_path / "model"
@@ -45,7 +46,7 @@ def test_kill_9_at_random_moments(name: str, tmp_path: Path) -> None:
         child.start()
         return child
 
-    expected, killed = kill_and_resume(start, tmp_path, name, rounds=2, shares=(0.02, 0.9))
+    expected, killed = kill_and_resume(start, tmp_path, name, rounds=4 if DEEP else 2, shares=(0.02, 0.9))
     words = "Distillation lowered" if name == "zeroquant" else "have fewer than 256 tokens"
     assert any(words in note for note in json.loads(expected["quantry.json"])["notes"])
     assert killed >= 1

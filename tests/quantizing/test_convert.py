@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import quantry
-from command import process as run
+from command import command as run
 from killed_jobs import contents
 from quantry.errors import QuantryError
 from quantry.numerics.grids import dequantize
 from quantry.quantizing.quantized_model import QuantizedModel
-from test_quantize import CONFIG, llama_shapes, write_model
+from written_llama import CONFIG, llama_shapes, write_model
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import quantry
+from depth import FAMILIES, cases
 from quantry.errors import CheckpointError, ConfigError, OutputError, QuantryError, RecipeError, UnknownNameError
 from quantry.llamacpp import importance
 from quantry.llamacpp.mixture import FILE_TYPES
@@ -59,7 +60,7 @@ def reference(folder: Path, tokens: list[int]) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", cases(ARCHITECTURES, FAMILIES))
 def test_llama_cpp_computes_what_transformers_does(architecture: str, tmp_path: Path) -> None:
     """Token ids over code, digits, emoji and CJK, and the logits of the F16 file."""
     from transformers import AutoTokenizer
@@ -76,7 +77,7 @@ def test_llama_cpp_computes_what_transformers_does(architecture: str, tmp_path: 
     assert divergence(want.roll(1, 0), found) > 0.1  # the measure can tell
 
 
-@pytest.mark.parametrize("file_type", FILE_TYPES)
+@pytest.mark.parametrize("file_type", cases(FILE_TYPES, ("f16", "q8_0", "q4_k_m", "q2_k", "iq4_xs")))
 def test_every_type_of_the_demo_loads_and_answers(file_type: str, tmp_path: Path) -> None:
     file = written("demo", tmp_path / "out", file_type)
     text = (DEMO / "held-out.txt").read_text(encoding="utf-8")[:3000]
@@ -369,7 +370,7 @@ def test_other_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["g"]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", cases(ARCHITECTURES, FAMILIES))
 def test_there_and_back(architecture: str, tmp_path: Path) -> None:
     """A bf16 file turned back is the checkpoint it was made from, bit for bit, and transformers loads it."""
     write_model(tmp_path / "model", architecture)

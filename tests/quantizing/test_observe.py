@@ -10,7 +10,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from linear_inputs import WINDOWS, Folder, inputs_of
+from depth import FAMILIES, cases
+from linear_inputs import WINDOWS, Folder, candidates, inputs_of
 from quantry.blockwise.taps import LinearInputs
 from quantry.blockwise.walk import Walk
 from quantry.errors import QuantryError, WeightError
@@ -26,7 +27,7 @@ MIXTURES = tuple(
 )
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=cases(ARCHITECTURES, FAMILIES))
 def model(request: Any, tmp_path_factory: Any) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp(request.param)
     write_model(folder, request.param)
@@ -67,21 +68,6 @@ def test_every_architecture_against_its_whole_model(model: tuple[Path, Any]) -> 
             assert rows is not None, module
             check(block.stats[group], rows)
             check_histogram(block.stats[group], rows)
-
-
-def candidates(module: str) -> list[str]:
-    """Where transformers may keep a module of the checkpoint."""
-    found = [module, module.replace("language_model.model.layers", "model.language_model.layers")]
-    parts = module.split(".")
-    if "experts" in parts:  # MODEL.experts.N.LEAF is row N of a stack
-        at = parts.index("experts")
-        stem, number, leaf = ".".join(parts[:at]).replace("block_sparse_moe", "mlp"), parts[at + 1], parts[at + 2]
-        stack = "down_proj" if leaf in ("w2", "down_proj") else "gate_up_proj"
-        found.append(f"{stem}.experts.{stack}.{number}")
-    found.append(module.replace("block_sparse_moe.gate", "mlp.gate"))
-    found.append(module.replace("input_linear", "experts.gate_up_proj").replace("output_linear", "experts.down_proj"))
-    found.append(module.replace("router.layer", "router"))
-    return found
 
 
 def check_histogram(stats: Stats, rows: Tensor, noise: float = 1e-4) -> None:

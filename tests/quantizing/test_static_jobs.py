@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import quantry
-from command import process as command
+from command import command
 from killed_jobs import contents
 from linear_inputs import inputs_of
 from quantry.blockwise.walk import run
@@ -21,9 +21,9 @@ from quantry.proof.sources import open_source
 from quantry.quantizing.calibration.text import load
 from quantry.quantizing.quantized_model import QuantizedModel
 from quantry.quantizing.recipe import presets
-from test_quantize import CONFIG, llama_shapes
-from test_quantize import write_model as write_plain
 from tiny_models import write_model
+from written_llama import CONFIG, llama_shapes
+from written_llama import write_model as write_plain
 
 pytestmark = pytest.mark.usefixtures("exact_store")
 TEXT: dict[str, Any] = {"samples": 8, "length": 64}
@@ -195,7 +195,7 @@ def test_conversions_carry_static_scales_or_drop_those_of_the_cache(tmp_path: Pa
     ("options", "reason"),
     [
         (["--preset", "w8a8", "--input-scales", "mse"], "--input-scales has no use: w8a8 stores no scales of inputs"),
-        (["--preset", "fp8-static", "--input-scales", "mean"], "unknown way 'mean' to find input scales"),
+        (["--preset", "fp8-static", "--input-scales", "mean"], "unknown method 'mean' for input scales"),
         (["--preset", "nvfp4-w4a4", "--input-scales", "mse"], "mse cannot choose the input scale of nvfp4-w4a4"),
         (["--preset", "w8a8", "--kv", "fp4"], "unknown KV cache 'fp4'"),
         (["--preset", "gguf-q4_0", "--kv", "fp8"], "format gguf has no place for the scales of an FP8 KV cache"),

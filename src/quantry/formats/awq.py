@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NAME = "awq"
-CONTAINER = "folder"
 QUANT_METHODS = ("awq",)
 CACHE_SCALES: CacheFormat | None = None
 

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NAME = "bitsandbytes"
-CONTAINER = "folder"
 QUANT_METHODS = ("bitsandbytes",)
 CACHE_SCALES: CacheFormat | None = None
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # bitsandbytes 0.50.2, functional.quantize_4bit

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NAME = "compressed-tensors"
-CONTAINER = "folder"
 QUANT_METHODS = ("compressed-tensors",)
 CACHE_SCALES: CacheFormat = _compressed_tensors_cache
 

@@ -2,8 +2,8 @@
 
 A format says without torch what it can hold (`refusal`), which tensors it will write (`layout`) and what config.json
 must say (`config`, read back by `schemes`). `encode` turns a QTensor into those tensors, `decode` turns them back,
-exactly. Formats that live in a Hugging Face folder (`CONTAINER` is "folder") offer all of `Format`; GGUF is a container
-of its own and offers `NAME`, `CONTAINER` and `refusal` (containers/gguf_file.py does the rest).
+exactly. Formats that live in a Hugging Face folder offer all of `Format`; GGUF is a container of its own and offers
+`NAME` and `refusal` (containers/gguf_file.py does the rest).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,7 +47,6 @@ class Format(Protocol):
     """A file in `formats` whose layers live in a Hugging Face folder."""
 
     NAME: str
-    CONTAINER: str
     QUANT_METHODS: tuple[str, ...]  # config.json's quant_method of the checkpoints it reads
     CACHE_SCALES: CacheFormat | None  # None: it has no place for them
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from quantry.llamacpp.tensor_map import Target
 
 NAME = "gguf"
-CONTAINER = "gguf"
 QUANT_METHODS = ()
 CASTS = ("f16", "bf16")
 BLOCKS = (

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NAME = "gptq"
-CONTAINER = "folder"
 QUANT_METHODS = ("gptq",)
 CACHE_SCALES: CacheFormat | None = None
 BITS = (2, 3, 4, 8)
