@@ -7,6 +7,7 @@ exactly. Formats that live in a Hugging Face folder offer all of `Format`; GGUF 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from quantry import registry
@@ -88,8 +89,9 @@ def load_format(name: str) -> Format:
 def recognise(quant_method: str) -> Format | None:
     """Finds the format that reads checkpoints with this quant_method."""
     for name in registry.choices(FORMATS):
-        if quant_method in registry.facts(FORMATS, name).get("QUANT_METHODS", ()):
-            return load_format(name)
+        with suppress(QuantryError):  # a broken package of others does not keep the rest from being read
+            if quant_method in registry.facts(FORMATS, name).get("QUANT_METHODS", ()):
+                return load_format(name)
     return None
 
 
