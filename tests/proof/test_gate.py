@@ -2,6 +2,7 @@
 
 import math
 import tomllib
+from dataclasses import asdict
 from importlib.resources import files
 
 import pytest
@@ -19,7 +20,7 @@ EIGHT = {"kl": 0.0002, "perplexity_ratio": 1.0009, "top1": 0.991}  # and in W8A8
 
 
 def verdict(findings: tuple[Finding, ...]) -> str:
-    return gate.verdict([finding.to_dict() for finding in findings])
+    return gate.verdict([asdict(finding) for finding in findings])
 
 
 def failing(findings: tuple[Finding, ...]) -> set[tuple[str, str]]:
@@ -186,4 +187,4 @@ def test_every_limit_has_a_source_and_a_measure() -> None:
 
 def test_findings_are_plain_data() -> None:
     (finding, *_) = judge(SOUND, "general", None)
-    assert finding.to_dict()["limit"] == finding.limit
+    assert asdict(finding)["limit"] == finding.limit

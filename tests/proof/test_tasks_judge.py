@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -95,7 +96,7 @@ def test_wins_ties_and_losses_are_the_quantized_models() -> None:
         ("a longer one", "short"), ("short", "a longer one"),
     ]  # fmt: skip
     assert steps[-1] == (4, 4, "judging")
-    assert json.loads(json.dumps(found.to_dict()))["wins"] == 2
+    assert json.loads(json.dumps(asdict(found)))["wins"] == 2
 
 
 @pytest.mark.parametrize("favourite", ["A", "B"])

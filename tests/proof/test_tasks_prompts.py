@@ -1,6 +1,7 @@
 """A person's own prompts: read, asked of the demo model, and compared."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,7 @@ def test_both_models_are_compared_prompt_by_prompt() -> None:
     assert [report.contained.base, report.contained.quantized] == [1.0, pytest.approx(2 / 3)]
     assert len(report.warnings) == 2
     assert "50% of the prompts" in report.warnings[0]
-    assert json.loads(json.dumps(report.to_dict()))["agreement"]["value"] == 0.5
+    assert json.loads(json.dumps(asdict(report)))["agreement"]["value"] == 0.5
 
 
 @pytest.mark.parametrize(("alike", "warned"), [(17, False), (16, True)])

@@ -17,9 +17,10 @@ from quantry.engines.contract.adapter import adapter
 from quantry.engines.contract.catalogue import engine as engine_facts
 from quantry.engines.contract.catalogue import usual, verifying
 from quantry.engines.contract.options import Serving
-from quantry.errors import OutputError, QuantryError
+from quantry.errors import QuantryError
 from quantry.jobs.artefact_card import ArtefactCard, figure, finite, mapping, mappings, notes_of, read_card
 from quantry.jobs.artefact_maps import bits_map, read_sensitivity
+from quantry.jobs.output_folder import writing
 from quantry.models.attention import context_length
 from quantry.models.reader import open_checkpoint
 from quantry.models.writer import write_atomically
@@ -75,13 +76,9 @@ def write(folder: Path, content: Content) -> Path:
     Raises OutputError if the folder cannot be written.
     """
     page, image = render(content).encode(), picture(content)
-    try:
+    with writing(folder, "fix that, or continue with --no-report"):
         write_atomically(folder / PICTURE, image)
         write_atomically(folder / PAGE, page)
-    except OSError as error:
-        raise OutputError(
-            f"cannot write the report in {folder}: {error.strerror}", fix="fix that, or continue with --no-report"
-        ) from error
     return folder / PAGE
 
 

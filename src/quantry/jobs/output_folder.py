@@ -44,7 +44,7 @@ class OutputFolder:
     def locked(self) -> Iterator[None]:
         """Keeps other jobs out. Raises OutputError if one is at work, or if the disk fails meanwhile."""
         file = self.path / f"{self.job}.lock"
-        try:
+        with writing(self.path, "fix that and run the same command again"):
             self.path.mkdir(parents=True, exist_ok=True)
             with file.open("w") as lock:
                 try:
@@ -57,11 +57,6 @@ class OutputFolder:
                     yield
                 finally:
                     file.unlink(missing_ok=True)
-        except OSError as error:
-            raise OutputError(
-                f"cannot write {error.filename or self.path}: {error.strerror}",
-                fix="fix that and run the same command again",
-            ) from error
 
     def read_note(self) -> dict[str, Any]:
         """Reads the note; returns an empty one if there is none. Raises OutputError if it is damaged."""
@@ -70,6 +65,15 @@ class OutputFolder:
     def write_note(self, **content: Any) -> None:
         """Writes the note, whole or not at all."""
         write_json(self.note, {"quantry": __version__, **content})
+
+
+@contextmanager
+def writing(folder: Path, fix: str = "give another folder with -o") -> Iterator[None]:
+    """Raises OutputError if a file cannot be written meanwhile."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"cannot write {error.filename or folder}: {error.strerror}", fix=fix) from error
 
 
 def write_json(file: Path, content: Any) -> None:

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -48,9 +48,6 @@ class Check:
     ok: bool
     words: str
     fix: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def checks(reference: str | Path, artefact: str | Path, text: str = "") -> tuple[Check, ...]:

@@ -6,7 +6,7 @@ stands, but more text could change it.
 
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
@@ -38,9 +38,6 @@ class Finding:
     words: str
     fix: str
     source: str
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +134,10 @@ def _finding(name: str, number: Number, limit: _Limit, noise: float) -> Finding:
     bar = limit.limit + (noise if name.removeprefix(SERVED) == "kl" else 0.0)
     ok = value <= bar if measure["best"] == "low" else value >= bar
     straddles = low <= bar <= high and low < high
+    where = "as served, " if name.startswith(SERVED) else ""
+    side = f"{'' if ok else 'not '}{'at most' if measure['best'] == 'low' else 'at least'}"
+    doubt = "; the confidence interval reaches over the limit: use more text to be sure" if straddles else ""
+    shown, shown_bar = (f"{number:.{measure['digits']}f}" for number in (value, bar))
     return Finding(
         name=name,
         rule=limit.rule,
@@ -145,7 +146,7 @@ def _finding(name: str, number: Number, limit: _Limit, noise: float) -> Finding:
         ok=ok,
         warning=limit.warning,
         straddles=straddles,
-        words=_words(name, measure, value, bar, limit.rule, ok, straddles),
+        words=f"{where}{measure['words']}: {shown}, {side} {shown_bar} ({limit.rule}){doubt}",
         fix="" if ok else limit.fix,
         source=limit.source,
     )
@@ -156,15 +157,6 @@ def _engine(decoded: float, served: float, noise: float) -> Finding:
     row = _table()["served"]
     bar = row["share"] * decoded + row["plus"]
     return _finding(ENGINE, abs(served - decoded), _Limit("engine", bar + noise, row["fix"], row["source"]), noise)
-
-
-def _words(name: str, measure: Mapping[str, Any], value: float, bar: float, rule: str, ok: bool, unsure: bool) -> str:
-    where = "as served, " if name.startswith(SERVED) else ""
-    side = "at most" if measure["best"] == "low" else "at least"
-    digits = measure["digits"]
-    doubt = "; the confidence interval reaches over the limit: use more text to be sure" if unsure else ""
-    word = "" if ok else "not "
-    return f"{where}{measure['words']}: {value:.{digits}f}, {word}{side} {bar:.{digits}f} ({rule}){doubt}"
 
 
 def _bounds(number: Number) -> tuple[float, float, float]:

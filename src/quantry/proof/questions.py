@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import Module
+from transformers import PreTrainedTokenizerBase
 
 from quantry.blockwise import walk
 from quantry.engines.contract.catalogue import verifying
 from quantry.errors import QuantryError
 from quantry.llamacpp.model import Model
+from quantry.proof.served.contract import ScoringEngine
 from quantry.proof.served.engines import scoring_engine
 from quantry.proof.served.llama_cpp import gguf_file
 from quantry.proof.sources import ModelSource, tokenizer
 from quantry.proof.tasks import harness, prompts
-from quantry.proof.tasks.answers import CONTEXT, Answers, LlamaAnswers, TorchAnswers
+from quantry.proof.tasks.answers import CONTEXT, Answers, LlamaAnswers, Prompts, TorchAnswers
 from quantry.proof.tasks.harness import TaskResult
 from quantry.proof.tasks.judge import JudgeEndpoint, judge
 from quantry.proof.tasks.prompts import MAX_TOKENS, Prompt, tokens_of
@@ -83,10 +86,10 @@ def compare_prompts(
     """Returns the report on prompts, with the judge's verdict if there is one; None without prompts."""
     if not questions.prompts:
         return None
-    report = prompts.compare(questions.prompts, base.texts, quantized.texts).to_dict()
+    report = asdict(prompts.compare(questions.prompts, base.texts, quantized.texts))
     if questions.judge:
         texts = [prompt.question for prompt in questions.prompts]
-        report["judge"] = judge(texts, base.texts, quantized.texts, questions.judge, progress=progress).to_dict()
+        report["judge"] = asdict(judge(texts, base.texts, quantized.texts, questions.judge, progress=progress))
     return report
 
 
@@ -101,8 +104,8 @@ def compare_tasks(base: Answered, quantized: Answered) -> dict[str, Any] | None:
 @contextmanager
 def decoded_model(source: ModelSource, device: str) -> Iterator[Answers]:
     """Runs a model from its bytes in torch."""
-    dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
-    yield TorchAnswers(walk.whole(source, device=device, dtype=dtype), tokenizer(source), ends=_ends(source))
+    module, encoder, ends = _in_torch(source, device)
+    yield TorchAnswers(module, encoder, ends=ends)
 
 
 @contextmanager
@@ -113,30 +116,31 @@ def served_model(source: ModelSource, engine: str, python: Path | None, device: 
         with Model(gguf_file(source.path), context=min(CONTEXT, longest)) as model:
             yield LlamaAnswers(model)
         return
-    with decoded_model(source, device) as answers:
-        yield _ProcessAnswers(answers, source.path, engine, python)
+    yield ProcessAnswers(*_in_torch(source, device), scoring_engine(engine, python), source.path)
 
 
-class _ProcessAnswers:
-    """Answers of a model that an engine in another process generates."""
+class ProcessAnswers(TorchAnswers):
+    """Answers that an engine in another process generates; torch scores choices and, with stops, generates."""
 
-    def __init__(self, answers: Answers, artefact: Path, engine: str, python: Path | None) -> None:
-        self._answers, self._artefact, self._engine = answers, artefact, scoring_engine(engine, python)
-        self.context, self.prefix = answers.context, answers.prefix
-        self.encode, self.decode, self.chat = answers.encode, answers.decode, answers.chat
-        self.loglikelihoods = answers.loglikelihoods
+    def __init__(
+        self, module: Module, tokenizer: PreTrainedTokenizerBase, ends: list[int], engine: ScoringEngine, artefact: Path
+    ) -> None:
+        super().__init__(module, tokenizer, ends=ends)
+        self._engine, self._artefact = engine, artefact
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_tokens: int,
-        stops: Sequence[str] = (),
-        progress: Progress | None = None,
+        self, prompts: Prompts, max_tokens: int, stops: Sequence[str] = (), progress: Progress | None = None
     ) -> list[list[int]]:
         """Generates in the engine; with stops, which only tasks have, in torch, since the engine does not know them."""
         if stops:
-            return self._answers.generate(prompts, max_tokens, stops, progress)
+            return super().generate(prompts, max_tokens, stops, progress)
         return self._engine.generate(self._artefact, prompts, max_tokens)
+
+
+def _in_torch(source: ModelSource, device: str) -> tuple[Module, PreTrainedTokenizerBase, list[int]]:
+    """Loads a model from its bytes in torch; returns it with its tokenizer and end tokens."""
+    dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+    return walk.whole(source, device=device, dtype=dtype), tokenizer(source), _ends(source)
 
 
 def _ends(source: ModelSource) -> list[int]:
@@ -146,9 +150,9 @@ def _ends(source: ModelSource) -> list[int]:
     return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
-def _windows(asked: Sequence[Prompt], texts: Sequence[str], answers: Answers) -> Iterator[Window]:
+def _windows(asked_prompts: Sequence[Prompt], texts: Sequence[str], answers: Answers) -> Iterator[Window]:
     """Yields each prompt followed by its answer, whose tokens are scored."""
-    for prompt, text in zip(asked, texts, strict=True):
+    for prompt, text in zip(asked_prompts, texts, strict=True):
         before, after = tokens_of(prompt, answers), answers.encode(text, special=False)
         if before and after:
             yield Window((*before, *after), len(before))

@@ -17,11 +17,20 @@ from quantry.models.reader import open_checkpoint
 from quantry.planning.deployment import Deployment
 from quantry.planning.memory.footprint import footprint
 from quantry.proof import gate as gates
-from quantry.proof import measure, questions, tensor_errors
+from quantry.proof import measure, tensor_errors
 from quantry.proof.checks import Check, checks
 from quantry.proof.gate import Number
 from quantry.proof.measure import Measurements
-from quantry.proof.questions import Answered, Questions
+from quantry.proof.questions import (
+    Answered,
+    Questions,
+    ask,
+    compare_prompts,
+    compare_tasks,
+    decoded_model,
+    read_questions,
+    served_model,
+)  # fmt: skip
 from quantry.proof.reference import reference as make_reference
 from quantry.proof.sources import ModelSource, open_source, tokenizer
 from quantry.proof.tasks.judge import JudgeEndpoint
@@ -59,7 +68,7 @@ class VerifyOptions:
     device: str
 
     def questions(self) -> Questions:
-        return questions.read_questions(self.prompts, self.tasks, self.limit, self.max_tokens, self.judge)
+        return read_questions(self.prompts, self.tasks, self.limit, self.max_tokens, self.judge)
 
 
 def verify(
@@ -100,7 +109,7 @@ def verify(
 
 
 def _verify(artefact: str, reference: str, options: VerifyOptions, progress: Progress | None) -> Proof:
-    asked = options.questions()
+    questions = options.questions()
     gates.check_use(options.gate)
     content, name = load_text(options.text)
     checked = _check_measurable(reference, artefact, content)
@@ -109,16 +118,19 @@ def _verify(artefact: str, reference: str, options: VerifyOptions, progress: Pro
     cuts = cut(content, tokenizer(original), options.length, options.windows or None)
 
     errors = tensor_errors.errors(original, quantized)
-    base = models.ask_original(asked)
+    base = models.ask_original(questions)
     measured = models.measure([*cuts, *base.windows], len(cuts))
-    answered = models.ask_quantized(asked)
-    prompts = _prompt_report(asked, base, answered, measured, progress)
+    answered = models.ask_quantized(questions)
+    prompts = _prompt_report(questions, base, answered, measured, progress)
 
     recorded = _recorded(quantized)
     findings = [
-        *({**check.to_dict(), "warning": False} for check in checked),
+        *({**asdict(check), "warning": False} for check in checked),
         *_suspects(errors),
-        *(row.to_dict() for row in gates.judge(_numbers(measured, prompts), options.gate, recorded.get("preset"))),
+        *(
+            asdict(finding)
+            for finding in gates.judge(_numbers(measured, prompts), options.gate, recorded.get("preset"))
+        ),
     ]
     text = {"name": name, "windows": len(cuts), "length": options.length}
     proof = Proof(
@@ -132,7 +144,7 @@ def _verify(artefact: str, reference: str, options: VerifyOptions, progress: Pro
         worst_tensors=tuple(asdict(tensor) for tensor in sorted(errors, key=lambda tensor: -tensor.error)[:SHOWN]),
         memory=_memory(original, recorded, models.engine, measured),
         prompts=prompts,
-        tasks=questions.compare_tasks(base, answered),
+        tasks=compare_tasks(base, answered),
         notes=_notes(measured, quantized, default_text=options.text is None),
     )
     if recorded:
@@ -150,17 +162,15 @@ class _Models:
     options: VerifyOptions
     progress: Progress | None
 
-    def ask_original(self, asked: Questions) -> Answered:
-        return questions.ask(asked, questions.decoded_model(self.original, self.options.device), self.progress)
+    def ask_original(self, questions: Questions) -> Answered:
+        return ask(questions, decoded_model(self.original, self.options.device), self.progress)
 
-    def ask_quantized(self, asked: Questions) -> Answered:
+    def ask_quantized(self, questions: Questions) -> Answered:
         """Asks the artefact in its engine, or decoded from its bytes."""
         python, device = self.options.engine_python, self.options.device
         if self.engine:
-            return questions.ask(
-                asked, questions.served_model(self.quantized, self.engine, python, device), self.progress
-            )
-        return questions.ask(asked, questions.decoded_model(self.quantized, device), self.progress)
+            return ask(questions, served_model(self.quantized, self.engine, python, device), self.progress)
+        return ask(questions, decoded_model(self.quantized, device), self.progress)
 
     def measure(self, windows: Sequence[Window], text_windows: int) -> Measurements:
         """Runs both models on windows, the artefact in its engine too."""
@@ -200,9 +210,9 @@ def _engine(name: str | None, artefact: ModelSource) -> str | None:
 
 
 def _prompt_report(
-    asked: Questions, base: Answered, answered: Answered, measured: Measurements, progress: Progress | None
+    questions: Questions, base: Answered, answered: Answered, measured: Measurements, progress: Progress | None
 ) -> dict[str, Any] | None:
-    report = questions.compare_prompts(asked, base, answered, progress)
+    report = compare_prompts(questions, base, answered, progress)
     if report and measured.prompt_figures:
         report["decoded"] = measured.prompt_figures.values(FIGURES)
     return report

@@ -5,7 +5,6 @@ limit applies to every level that was asked for. A sweep, which goes on until th
 first level does, and names the fastest level that passes.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -34,6 +33,7 @@ from quantry.jobs.load.scenario import (
     profiles_of,
 )  # fmt: skip
 from quantry.jobs.load.slo import SloFinding, check_limits, judge
+from quantry.jobs.output_folder import write_json, writing
 from quantry.models.writer import write_atomically
 from quantry.types import Progress
 
@@ -223,10 +223,8 @@ def _written(result: Bench, output: Path) -> Bench:
     from quantry.jobs.load.page import page  # matplotlib
 
     whole = replace(result, path=output)
-    try:
+    with writing(output):
         output.mkdir(parents=True, exist_ok=True)
-        write_atomically(output / NOTE, (json.dumps(whole.to_dict(), indent=2) + "\n").encode())
+        write_json(output / NOTE, whole.to_dict())
         write_atomically(output / PAGE, page(whole).encode())
-    except OSError as error:
-        raise OutputError(f"cannot write to {output}: {error.strerror}", fix="give another folder with -o") from error
     return whole

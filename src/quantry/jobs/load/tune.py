@@ -5,7 +5,6 @@ so no cache has seen the prompts. The default is measured first and last: a gain
 runs. switches.py lists what is tried, trials.py measures it, choice.py recommends.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -15,7 +14,7 @@ from typing import Any
 from quantry import __version__
 from quantry.engines.contract.catalogue import engine as engine_facts
 from quantry.engines.contract.options import Options
-from quantry.errors import OutputError, QuantryError
+from quantry.errors import QuantryError
 from quantry.jobs.load import choice, guidellm_process, prompts
 from quantry.jobs.load.bench import check_output
 from quantry.jobs.load.choice import ArtefactProof, Recommendation, Trial
@@ -23,7 +22,7 @@ from quantry.jobs.load.scenario import Lengths
 from quantry.jobs.load.slo import check_limits
 from quantry.jobs.load.switches import SPECULATION, Switches
 from quantry.jobs.load.trials import TrialRunner, read_proof, run_trials
-from quantry.models.writer import write_atomically
+from quantry.jobs.output_folder import write_json, writing
 from quantry.serving.prepare import ServerPlan, prepare
 from quantry.types import Progress
 
@@ -105,9 +104,11 @@ def tune(
         "requests": requests or EACH * concurrency, "shared_prefix": shared_prefix, "dataset": dataset,
         "tokenizer": tokenizer, "chat": chat, "slo": dict(slo or {}),
     }  # fmt: skip
-    logs = _log_folder(output)
+    if output:
+        with writing(output):  # before minutes are spent
+            output.mkdir(parents=True, exist_ok=True)
     with guidellm_process.started(Path(python), offline=_is_local(dataset) and _is_local(tokenizer)) as guidellm:
-        runner = TrialRunner(str(artefact), {**options, "context": prepared.serving.context}, load, logs, guidellm)
+        runner = TrialRunner(str(artefact), {**options, "context": prepared.serving.context}, load, output, guidellm)
         runs, recommendation = run_trials(runner, tried, progress)
     result = _tuned(runner, prepared, runs, recommendation)
     return _written(result, output) if output else result
@@ -200,21 +201,8 @@ def _tuned(runner: TrialRunner, prepared: ServerPlan, runs: Sequence[Trial], rec
     )
 
 
-def _log_folder(output: Path | None) -> Path | None:
-    """Makes the folder of the logs, before minutes are spent."""
-    if output is None:
-        return None
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"cannot write to {output}: {error.strerror}", fix="give another folder with -o") from error
-    return output
-
-
 def _written(result: Tuned, output: Path) -> Tuned:
     whole = replace(result, path=output)
-    try:
-        write_atomically(output / NOTE, (json.dumps(whole.to_dict(), indent=2) + "\n").encode())
-    except OSError as error:
-        raise OutputError(f"cannot write to {output}: {error.strerror}", fix="give another folder with -o") from error
+    with writing(output):
+        write_json(output / NOTE, whole.to_dict())
     return whole

@@ -13,11 +13,7 @@ from quantry.registry import suggest
 
 
 def scoring_engine(
-    name: str,
-    python: Path | None = None,
-    *,
-    options: Mapping[str, Any] | None = None,
-    patience: float = PATIENCE,
+    name: str, python: Path | None = None, *, options: Mapping[str, Any] | None = None, patience: float = PATIENCE
 ) -> ScoringEngine:
     """Returns an engine that `verify` can score in; `python` has it installed, `options` are those of its loader.
 

@@ -5,11 +5,12 @@ tokenizer, so a file with a wrong vocabulary shows. Text is always generated gre
 the same answer, so every difference comes from the models.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jinja2 import TemplateError
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 Pair = tuple[Sequence[int], Sequence[int]]  # token ids of a context and of a continuation
 Inputs = dict[tuple[int, ...], list[int]]  # token ids to run -> the numbers of the pairs that they score
 Messages = Sequence[Mapping[str, Any]]
+Prompts = Sequence[Sequence[int]]  # token ids
 
 CONTEXT = 4096  # the default limit in tokens: logits of 128k would not fit in memory
 LOGITS = 1 << 28  # numbers in the logits of one batch: 1 GiB of float32
@@ -35,43 +37,69 @@ FIRST_PIECE = 32  # tokens that llama.cpp generates before the first search for 
 CONTROL = 3  # the token type of special tokens in GGUF
 
 
-class Answers(Protocol):
+class Answers(ABC):
     """A model that scores continuations and answers prompts."""
 
-    @property
-    def context(self) -> int:
-        """The limit of question and answer together, in tokens."""
+    context: int  # the limit of question and answer together, in tokens
+    prefix: int  # the token before a text without context
+    batch = 1  # prompts that are answered together
 
-    @property
-    def prefix(self) -> int:
-        """The token before a text without context."""
-
+    @abstractmethod
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Returns token ids, with the model's BOS and EOS if `special`; does not double a BOS in the text."""
 
+    @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of token ids, without special tokens."""
 
-    def chat(self, messages: Messages, answer_begun: bool = False) -> str:
-        """Renders messages with the model's chat template; with `answer_begun` the model continues the last one."""
+    @abstractmethod
+    def chat(self, messages: Messages) -> str:
+        """Renders messages with the model's chat template, ready for an answer."""
 
+    @torch.inference_mode()
     def loglikelihoods(self, pairs: Sequence[Pair], progress: Progress | None = None) -> list[tuple[float, bool]]:
         """Returns, for each continuation, its log-probability and True if greedy generation would give it.
 
         A context that is too long is cut at its start.
         """
+        inputs = _inputs(pairs, self.context)
+        scores: dict[int, tuple[float, bool]] = {}
+        for batch in self._batches(inputs, pairs):
+            for tokens, rows in zip(batch, self._logits(batch, _longest(batch, inputs, pairs)), strict=True):
+                scores.update((number, _score(rows, pairs[number][1])) for number in inputs[tokens])
+            if progress:
+                progress(len(scores), len(pairs), "scoring")
+        return [scores[number] for number in range(len(pairs))]
 
+    @torch.inference_mode()
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_tokens: int,
-        stops: Sequence[str] = (),
-        progress: Progress | None = None,
+        self, prompts: Prompts, max_tokens: int, stops: Sequence[str] = (), progress: Progress | None = None
     ) -> list[list[int]]:
         """Generates greedily: up to an end token, which is left out, or to the token that completes a stop."""
+        _check_prompts(prompts, max_tokens, self.context)
+        order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
+        answers: dict[int, list[int]] = {}
+        for start in range(0, len(order), self.batch):
+            numbers = order[start : start + self.batch]
+            answers.update(zip(numbers, self._generated([prompts[n] for n in numbers], max_tokens, stops), strict=True))
+            if progress:
+                progress(len(answers), len(prompts), "writing")
+        return [answers[number] for number in range(len(prompts))]
+
+    def _batches(self, inputs: Inputs, pairs: Sequence[Pair]) -> Iterator[list[tuple[int, ...]]]:
+        """Yields the inputs that are scored together."""
+        yield from ([tokens] for tokens in inputs)
+
+    @abstractmethod
+    def _logits(self, batch: Prompts, keep: int) -> Tensor | Sequence[Tensor]:
+        """Returns the last rows of logits, at least `keep`, for each input of a batch."""
+
+    @abstractmethod
+    def _generated(self, prompts: Prompts, max_tokens: int, stops: Sequence[str]) -> list[list[int]]:
+        """Returns the answers to a batch of prompts."""
 
 
-class TorchAnswers:
+class TorchAnswers(Answers):
     """A transformers model in torch, with its tokenizer.
 
     `ends` are end tokens in addition to those of the model's configuration and tokenizer.
@@ -88,7 +116,7 @@ class TorchAnswers:
     ) -> None:
         self._module: Any = module.eval()
         self._tokenizer: Any = tokenizer
-        self._batch = batch
+        self.batch = batch
         self._ends = sorted({*ends, *_ends(self._module, tokenizer)})
         self._can_cut_logits = "logits_to_keep" in signature(self._module.forward).parameters
         self.context = context or min(CONTEXT, _positions(self._module))
@@ -102,47 +130,11 @@ class TorchAnswers:
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def chat(self, messages: Messages, answer_begun: bool = False) -> str:
+    def chat(self, messages: Messages) -> str:
         template = self._tokenizer.chat_template
         with _template_errors(template):
-            return str(
-                self._tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
-                    tokenize=False,
-                    add_generation_prompt=not answer_begun,
-                    continue_final_message=answer_begun,
-                )
-            )
-
-    @torch.inference_mode()
-    def loglikelihoods(self, pairs: Sequence[Pair], progress: Progress | None = None) -> list[tuple[float, bool]]:
-        inputs = _inputs(pairs, self.context)
-        scores: dict[int, tuple[float, bool]] = {}
-        for batch in self._batches(inputs, pairs):
-            keep = _longest(batch, inputs, pairs)
-            for tokens, rows in zip(batch, self._logits(batch, keep), strict=True):
-                scores.update((number, _score(rows, pairs[number][1])) for number in inputs[tokens])
-            if progress:
-                progress(len(scores), len(pairs), "scoring")
-        return [scores[number] for number in range(len(pairs))]
-
-    @torch.inference_mode()
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_tokens: int,
-        stops: Sequence[str] = (),
-        progress: Progress | None = None,
-    ) -> list[list[int]]:
-        _check_prompts(prompts, max_tokens, self.context)
-        order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
-        answers: dict[int, list[int]] = {}
-        for start in range(0, len(order), self._batch):
-            numbers = order[start : start + self._batch]
-            answers.update(zip(numbers, self._generated([prompts[n] for n in numbers], max_tokens, stops), strict=True))
-            if progress:
-                progress(len(answers), len(prompts), "writing")
-        return [answers[number] for number in range(len(prompts))]
+            turns = [dict(message) for message in messages]
+            return str(self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
 
     def _batches(self, inputs: Inputs, pairs: Sequence[Pair]) -> Iterator[list[tuple[int, ...]]]:
         """Yields inputs of one length, the longest first: without padding, neighbours cannot change a number."""
@@ -150,15 +142,15 @@ class TorchAnswers:
         for length, same in groupby(sorted(inputs, key=len, reverse=True), key=len):
             group = list(same)
             kept = _longest(group, inputs, pairs) if self._can_cut_logits else length
-            size = max(1, min(self._batch, rows // kept))
+            size = max(1, min(self.batch, rows // kept))
             yield from (group[start : start + size] for start in range(0, len(group), size))
 
-    def _logits(self, batch: Sequence[Sequence[int]], keep: int) -> Tensor:
+    def _logits(self, batch: Prompts, keep: int) -> Tensor:
         options = {"logits_to_keep": keep} if self._can_cut_logits else {}
         ids = torch.tensor(batch, device=self._device)
         return self._module(input_ids=ids, use_cache=False, **options).logits[:, -keep:].float()  # type: ignore[no-any-return]
 
-    def _generated(self, prompts: Sequence[Sequence[int]], max_tokens: int, stops: Sequence[str]) -> list[list[int]]:
+    def _generated(self, prompts: Prompts, max_tokens: int, stops: Sequence[str]) -> list[list[int]]:
         width = max(len(prompt) for prompt in prompts)
         missing = [width - len(prompt) for prompt in prompts]
         pad = self._ends[0] if self._ends else 0  # masked before the prompt, cut off after the answer
@@ -197,7 +189,7 @@ class TorchAnswers:
         return next(self._module.parameters()).device  # type: ignore[no-any-return]
 
 
-class LlamaAnswers:
+class LlamaAnswers(Answers):
     """A GGUF file in llama.cpp, with the tokenizer, template and end tokens that llama.cpp reads from it."""
 
     def __init__(self, model: "Model") -> None:
@@ -217,44 +209,25 @@ class LlamaAnswers:
     def decode(self, tokens: Sequence[int]) -> str:
         return self._model.detokenize([token for token in tokens if token not in self._control])
 
-    def chat(self, messages: Messages, answer_begun: bool = False) -> str:
+    def chat(self, messages: Messages) -> str:
         template = self._model.chat_template
         with _template_errors(template):
             render: Any = render_jinja_template  # its annotation forgets that it returns a pair
             rendered, _ = render(
                 [[dict(message) for message in messages]],
                 chat_template=template,
-                add_generation_prompt=not answer_begun,
-                continue_final_message=answer_begun,
+                add_generation_prompt=True,
                 **self._named,
             )
         return str(rendered[0])
 
-    def loglikelihoods(self, pairs: Sequence[Pair], progress: Progress | None = None) -> list[tuple[float, bool]]:
-        scores: dict[int, tuple[float, bool]] = {}
-        for tokens, numbers in _inputs(pairs, self.context).items():
-            logits = torch.from_numpy(self._model.logits(tokens))
-            scores.update((number, _score(logits, pairs[number][1])) for number in numbers)
-            if progress:
-                progress(len(scores), len(pairs), "scoring")
-        return [scores[number] for number in range(len(pairs))]
+    def _logits(self, batch: Prompts, keep: int) -> Sequence[Tensor]:
+        return [torch.from_numpy(self._model.logits(tokens)) for tokens in batch]
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_tokens: int,
-        stops: Sequence[str] = (),
-        progress: Progress | None = None,
-    ) -> list[list[int]]:
-        _check_prompts(prompts, max_tokens, self.context)
-        answers = []
-        for prompt in prompts:
-            answers.append(self._generated(prompt, max_tokens, stops))
-            if progress:
-                progress(len(answers), len(prompts), "writing")
-        return answers
+    def _generated(self, prompts: Prompts, max_tokens: int, stops: Sequence[str]) -> list[list[int]]:
+        return [self._answer(prompt, max_tokens, stops) for prompt in prompts]
 
-    def _generated(self, prompt: Sequence[int], max_tokens: int, stops: Sequence[str]) -> list[int]:
+    def _answer(self, prompt: Sequence[int], max_tokens: int, stops: Sequence[str]) -> list[int]:
         """Generates in growing pieces, so that an answer that stops early does not cost all of `max_tokens`."""
         answer: list[int] = []
         piece = FIRST_PIECE if stops else max_tokens
@@ -357,7 +330,7 @@ def _not_finite() -> WeightError:
     )
 
 
-def _check_prompts(prompts: Sequence[Sequence[int]], max_tokens: int, context: int) -> None:
+def _check_prompts(prompts: Prompts, max_tokens: int, context: int) -> None:
     for prompt in prompts:
         if not prompt or max_tokens < 1 or len(prompt) + max_tokens > context:
             raise QuantryError(

@@ -17,7 +17,7 @@ Texts become tokens as in the harness's own `hf` model, so that the numbers are 
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -51,10 +51,6 @@ class TaskResult:
     metrics: Mapping[str, float]
     higher_is_better: Mapping[str, bool]
     samples: tuple[TaskSample, ...]
-    truncated: int = 0  # questions cut at the start because they did not fit the context
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +70,9 @@ def evaluate(
     tasks: Sequence[str | Path],
     *,
     limit: int | None = None,
-    fewshot: int | None = None,
-    chat: bool = False,
     progress: Progress | None = None,
 ) -> list[TaskResult]:
-    """Runs tasks; `limit` takes the first questions of each, `fewshot` sets the number of examples before a question.
+    """Runs tasks; `limit` takes the first questions of each.
 
     Raises QuantryError if lm-evaluation-harness is not installed or cannot run a task, UnknownNameError for a task that
     it does not have.
@@ -94,18 +88,16 @@ def evaluate(
     with TemporaryDirectory(prefix="quantry-tasks-") as folder, _quiet():
         loaded = _load(tasks, Path(folder))
         for task in loaded["tasks"].values():
-            _set_examples(task, fewshot)
+            _set_examples(task)
         try:
-            report = run(
-                lm=model, task_dict=loaded, limit=limit, bootstrap_iters=0, log_samples=True, apply_chat_template=chat
-            )
+            report = run(lm=model, task_dict=loaded, limit=limit, bootstrap_iters=0, log_samples=True)
         except QuantryError:
             raise
         except Exception as error:
             if model.failed:
                 raise
             raise _unfit(", ".join(loaded["tasks"]), error) from error
-    return [_result(name, report, model.truncated.get(name, 0)) for name in loaded["tasks"]]
+    return [_result(name, report) for name in loaded["tasks"]]
 
 
 def compare(base: Sequence[TaskResult], quantized: Sequence[TaskResult]) -> list[TaskComparison]:
@@ -241,11 +233,10 @@ def _placed(files: Any, folder: Path) -> Any:
     return str(path)
 
 
-def _set_examples(task: Any, fewshot: int | None) -> None:
-    """Sets the number of examples as the harness's command does: a task that is defined with 0 keeps 0."""
-    defined = task.get_config("num_fewshot")
-    if defined is None or (fewshot is not None and defined != 0):
-        task.set_config(key="num_fewshot", value=fewshot or 0)
+def _set_examples(task: Any) -> None:
+    """Sets the seed of the examples before a question, and no examples for a task that does not say, as the harness."""
+    if task.get_config("num_fewshot") is None:
+        task.set_config(key="num_fewshot", value=0)
     task.set_fewshot_seed(seed=SEED)
 
 
@@ -257,7 +248,7 @@ def _unfit(task: str, error: Exception) -> QuantryError:
     )
 
 
-def _result(name: str, report: Any, truncated: int) -> TaskResult:
+def _result(name: str, report: Any) -> TaskResult:
     values = report["results"][name]
     keys = [key for key, value in values.items() if "," in key and isinstance(value, int | float)]
     names = {key: _metric(key) for key in keys if not key.partition(",")[0].endswith("_stderr")}
@@ -267,7 +258,6 @@ def _result(name: str, report: Any, truncated: int) -> TaskResult:
         metrics={short: float(values[key]) for key, short in names.items()},
         higher_is_better={short: bool(better.get(key.partition(",")[0], True)) for key, short in names.items()},
         samples=_samples(report["samples"][name], set(names.values())),
-        truncated=truncated,
     )
 
 

@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import httpx
@@ -61,9 +61,6 @@ class Judgement:
     swayed: int  # pairs whose winner changed with the order
     unclear: int  # replies without a verdict, counted as ties
     outcomes: tuple[Outcome, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def judge(

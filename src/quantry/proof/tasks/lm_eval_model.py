@@ -23,7 +23,6 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]
         super().__init__()
         self.answers, self.progress = answers, progress
         self.failed = False  # True if an error came from the model and not from a task
-        self.truncated: dict[str, int] = {}  # task -> requests cut at the start
 
     @property
     def eot_token_id(self) -> int:
@@ -36,19 +35,9 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         return self.answers.encode(string, special=add_special_tokens is not False)
 
-    def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
-        return self.answers.chat(chat_history, answer_begun=not add_generation_prompt)
-
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        self._requests = requests
-        scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
-        return scores
-
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        for request, (_texts, before, after) in zip(self._requests, requests, strict=True):
-            self._count_truncated(request, len(before) + len(after) - 1)
         return self._scores([(before, after) for _texts, before, after in requests])
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
@@ -88,17 +77,11 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]
                 f"{request.task_name} asks for {count} tokens in a context of {self.answers.context}",
                 fix="set a smaller max_gen_toks in its generation_kwargs, or use a larger context",
             )
-        tokens = self.tok_encode(request.args[0])
-        self._count_truncated(request, len(tokens) + count)
-        return tokens[-room:]
+        return self.tok_encode(request.args[0])[-room:]
 
     def _scores(self, pairs: list[Pair]) -> list[tuple[float, bool]]:
         with self._noting_failure():
             return self.answers.loglikelihoods(pairs, self.progress)
-
-    def _count_truncated(self, request: Instance, tokens: int) -> None:
-        if tokens > self.answers.context:
-            self.truncated[request.task_name] = self.truncated.get(request.task_name, 0) + 1
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:

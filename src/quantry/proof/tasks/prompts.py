@@ -16,7 +16,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -74,9 +74,6 @@ class PromptReport:
     correct: Paired | None  # each prompt by its own `match`
     warnings: tuple[str, ...]
     records: tuple[PromptRecord, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def read_prompts(file: Path | str) -> list[Prompt]:
