@@ -39,6 +39,15 @@ def ensure(name: str) -> Path:
     return python
 
 
+def reference(layers: int | None) -> Path:
+    """The reference model, made once per machine."""
+    folder = CACHE.parent / ("reference" + (f"-{layers}-layers" if layers else ""))
+    if not (folder / "tokenizer.json").exists():
+        command = [str(ensure("transformers")), str(HERE / "make_reference.py"), str(folder)]
+        subprocess.run([*command, *([str(layers)] if layers else [])], check=True, capture_output=True)
+    return folder
+
+
 if __name__ == "__main__":
     for wanted in sys.argv[1:]:
         print(ensure(wanted))

@@ -10,7 +10,6 @@ held against that floor, on the whole model and on its first two blocks; a wrong
 """
 
 import json
-import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import quantry
-from environment import CACHE, HERE, ensure
+from environment import ensure, reference
 from quantry.blockwise import walk
 from quantry.jobs.auto.sensitivity import Method, unmeasured
 from quantry.jobs.auto.solver import limits
@@ -96,15 +95,6 @@ TRANSFORMERS = [
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("engines")
-
-
-def reference(layers: int | None) -> Path:
-    """The reference model, made once per machine."""
-    folder = CACHE.parent / ("reference" + (f"-{layers}-layers" if layers else ""))
-    if not (folder / "tokenizer.json").exists():
-        command = [str(ensure("transformers")), str(HERE / "make_reference.py"), str(folder)]
-        subprocess.run([*command, *([str(layers)] if layers else [])], check=True, capture_output=True)
-    return folder
 
 
 @cache

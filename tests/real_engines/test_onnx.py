@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from environment import CACHE, ensure
+from local_servers import until
 from quantry.blockwise import walk
 from quantry.engines.contract.adapter import adapter
 from quantry.engines.contract.options import Options, Serving
@@ -130,13 +131,6 @@ def complete(running: Running, prompt: Any = STORY, tokens: int = 24, **more: An
 def metrics(running: Running) -> dict[str, float]:
     lines = httpx.get(f"{running.url}/metrics", timeout=60).text.splitlines()
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
-
-
-def until(what: Any, seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.02)
 
 
 # ---- what it says, against the 16-bit bytes ----
@@ -455,11 +449,14 @@ def test_first_come_first_served() -> None:
         with line.turn(lambda: False):
             order.append(number)
 
+    def joined(size: int) -> bool:
+        return len(line) == size
+
     threads = [threading.Thread(target=wait, args=(number,)) for number in range(20)]
     with line.turn(lambda: False):
         for size, thread in enumerate(threads, 2):
             thread.start()
-            until(lambda size=size: len(line) == size)
+            until(partial(joined, size))
     for thread in threads:
         thread.join()
     assert order == list(range(20))

@@ -6,8 +6,7 @@ wrote under the flags that Quantry gives, streams, counts, and ends with everyth
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +17,13 @@ import openai
 import pytest
 
 import quantry
-from environment import ensure
+from environment import ensure, reference
+from local_servers import until
 from quantry.engines.contract.options import Options
 from quantry.errors import QuantryError
 from quantry.jobs.load.metrics import Watch, parse
 from quantry.serving.prepare import prepare, serve
 from quantry.serving.process import EngineError, Running
-from test_engines import reference
 
 pytestmark = pytest.mark.engines
 
@@ -153,13 +152,6 @@ def test_vllm_under_many_clients_and_bad_ones(tmp_path: Path) -> None:
 
 def counted(running: Running, name: str) -> float:
     return parse(httpx.get(f"{running.url}/metrics").text)[name]
-
-
-def until(true: Callable[[], bool], patience: float = 60) -> None:
-    end = time.monotonic() + patience
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 def test_nothing_is_left_of_a_killed_vllm(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from quantry import __version__, registry
-from quantry.cli._flags import Command
+from quantry.cli._flags import ListingCommand
 from quantry.errors import QuantryError
 
 app = typer.Typer(
@@ -39,7 +39,7 @@ def _options(
 
 
 for _name in registry.choices("quantry.cli"):
-    app.command(_name, cls=Command)(registry.load("quantry.cli", _name).command)
+    app.command(_name, cls=ListingCommand)(registry.load("quantry.cli", _name).command)
 
 
 def main() -> NoReturn:

@@ -52,7 +52,7 @@ Report = Annotated[
 ]
 
 
-class Command(TyperCommand):
+class ListingCommand(TyperCommand):
     """A command whose help texts list names."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
