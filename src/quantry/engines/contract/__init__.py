@@ -27,16 +27,16 @@ required; everything else has the defaults of `catalogue.Engine`, so that a file
 | `memory`, `speed` | constants of the memory model and of the speed model (planning/memory, planning/speed) |
 | `outdated` | forms that older texts give, with what is written now and why |
 | `versions` | a release whose sources or documents were read |
-| `packages` | what is installed beside the engine, and whether it is taken to be there |
+| `packages` | packages that extend the engine, and whether they are assumed to be installed |
 | `cases` | a name for conditions that many rows share; a row asks for it with `is` |
 | `refusals` | it will not load: reason and fix |
 | `kernels` | in the engine's own order: which layers it is for (`when`), what it `needs`, and what stands in the way if it is no more than a fallback |
-| `cautions` | it loads, but not as one would think: a fallback with its reason |
-| `notes` | a thing to know, which changes no verdict |
+| `cautions` | it loads, but not as expected: a fallback with its reason |
+| `notes` | worth knowing, but changes no verdict |
 | `fixes` | what to do when a kernel's need for a fact is not met |
 | `flags` | options of its command line: name(s), since, until, replacement |
 
-A row holds from version `since` on and before version `until`. Conditions are tables over named facts; their grammar and
+A row holds from version `since` up to, but not including, version `until`. Conditions are tables over named facts; their grammar and
 the facts are in planning/feasibility.py. Every row of knowledge has a source and a date.
 
 Another package adds an engine with an entry point of the group `quantry.engines` that names its Python module; the TOML
