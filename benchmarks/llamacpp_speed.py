@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import shapes
 from measure import keep
 from quantry.devices.detect import detect, measure_bandwidth
-from quantry.llamacpp.model import _api, _Batch
+from quantry.llamacpp.model import LlamaBatch, api
 
 PRESETS = ("gguf-f16", "gguf-q8_0", "gguf-q4_k_m", "gguf-q4_0")
 POINTS = ((1, 64), (2, 64), (4, 64), (8, 64), (16, 64), (1, 512), (4, 512))  # sequences, tokens before
@@ -36,7 +36,7 @@ class Engine:
     """One loaded file and a context for several sequences."""
 
     def __init__(self, path: Path, context: int, sequences: int, threads: int) -> None:
-        self.api = _api()
+        self.api = api()
         self.model = self.api.llama_model_load_from_file(os.fsencode(path), self.api.llama_model_default_params())
         params = self.api.llama_context_default_params()
         words = {"context": context * sequences, "batch": 2048, "micro_batch": 512, "sequences": sequences}
@@ -53,7 +53,7 @@ class Engine:
         count = len(tokens)
         last = {sequence: index for index, (_, _, sequence) in enumerate(tokens)}
         ids = [(c_int32 * 1)(sequence) for _, _, sequence in tokens]
-        batch = _Batch(
+        batch = LlamaBatch(
             count=count,
             tokens=(c_int32 * count)(*(token for token, _, _ in tokens)),
             positions=ctypes.cast((c_int32 * count)(*(position for _, position, _ in tokens)), c_void_p),

@@ -10,11 +10,22 @@ import gguf
 import pytest
 
 from quantry.errors import RecipeError, UnknownNameError, WeightError
-from quantry.llamacpp.mixture import BLOCKS, CONDITIONS, FILE_TYPES, ROLES, Choice, _tables, fitting, types
+from quantry.llamacpp.mixture import (
+    BLOCKS,
+    CONDITIONS,
+    EVERY,
+    FILE_TYPES,
+    ROLES,
+    MixedModel,
+    TypeChoice,
+    fitting,
+    types,
+)
 
 GOLDENS = json.loads(Path(__file__).with_name("gguf_mixtures.json").read_text())
 CASES: dict[str, dict[str, Any]] = GOLDENS["cases"]
 FLOATS = ("f16", "bf16")
+PROPERTIES = ("architecture", "layers", "heads", "kv_heads", "experts")
 
 
 def expand(patterns: Iterable[str]) -> Iterator[str]:
@@ -33,28 +44,23 @@ def shapes(case: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(shape) for shape, patterns in case["shapes"] for name in expand(patterns)}
 
 
-def chosen(case: dict[str, Any], run: str) -> dict[str, Choice]:
+def chosen(case: dict[str, Any], run: str) -> dict[str, TypeChoice]:
     file_type, _, importance = run.partition("+")
     return types(
         file_type,
-        case["architecture"],
+        MixedModel(importance=bool(importance), **{name: case[name] for name in PROPERTIES}),
         dict(sorted(shapes(case).items(), reverse=True)),  # the order given must not matter
-        heads=case["heads"],
-        kv_heads=case["kv_heads"],
-        experts=case["experts"],
-        layers=case["layers"],
-        importance=bool(importance),
         keep=set(expand(case["keep"])),
         overrides=[] if file_type in FLOATS else case["overrides"],  # llama-quantize has none there; we do, see below
     )
 
 
-def expected(case: dict[str, Any], table: dict[str, Any]) -> dict[str, Choice]:
+def expected(case: dict[str, Any], table: dict[str, Any]) -> dict[str, TypeChoice]:
     found = dict.fromkeys(shapes(case), table["rest"])
     found.update((name, "F32") for name in expand(case["keep"]))
     found.update((name, "BF16") for name in expand(case["plain"]))
     found.update((name, kind) for kind, patterns in table.items() if kind != "rest" for name in expand(patterns))
-    return {name: Choice(kind.split(" > ")[-1], kind.split(" > ")[0]) for name, kind in found.items()}
+    return {name: TypeChoice(kind.split(" > ")[-1], kind.split(" > ")[0]) for name, kind in found.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -80,9 +86,8 @@ def test_goldens_cover_every_row_and_every_architecture() -> None:
     assert {case["architecture"] for case in CASES.values()} >= {
         *("llama", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3", "smollm3", "olmo2", "granite"),
     }
-    every, file_types = _tables()
-    used = {condition for rows in every.values() for condition, _ in rows}
-    for file_type, table in file_types.items():
+    used = {condition for rows in EVERY.values() for condition, _ in rows}
+    for file_type, table in FILE_TYPES.items():
         for role, rows in table.rows.items():
             used |= {condition for condition, _ in rows}
             wanted = {
@@ -112,33 +117,32 @@ def test_numbers_and_blocks_are_those_of_the_gguf_library() -> None:
         assert block == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
 
 
-def small(file_type: str, **options: Any) -> dict[str, Choice]:
+def small(file_type: str, **options: Any) -> dict[str, TypeChoice]:
     matrices = {
         "token_embd.weight": (8, 256),
         "blk.0.ffn_down.weight": (256, 100),
         "blk.0.ffn_gate_inp.weight": (8, 256),
     }
-    return types(
-        file_type, "llama", matrices, heads=1, kv_heads=1, experts=0, layers=1, importance=False, **options
-    )  # fmt: skip
+    model = MixedModel(architecture="llama", layers=1, heads=1, kv_heads=1, experts=0, importance=False)
+    return types(file_type, model, matrices, **options)
 
 
 def test_untouched_tensors_keep_the_plain_type() -> None:
     for plain in ("BF16", "F16"):
-        assert small("q4_k_m", plain=plain)["blk.0.ffn_gate_inp.weight"] == Choice(plain, plain)
-    assert small("q4_k_m", keep={"blk.0.ffn_gate_inp.weight"})["blk.0.ffn_gate_inp.weight"] == Choice("F32", "F32")
+        assert small("q4_k_m", plain=plain)["blk.0.ffn_gate_inp.weight"] == TypeChoice(plain, plain)
+    assert small("q4_k_m", keep={"blk.0.ffn_gate_inp.weight"})["blk.0.ffn_gate_inp.weight"] == TypeChoice("F32", "F32")
 
 
 def test_overrides_hold_in_16_bit_files_too() -> None:
     found = small("bf16", overrides=[("token_embd*", "q8_0"), ("*", "f16")])
-    assert found["token_embd.weight"] == Choice("Q8_0", "Q8_0")
-    assert found["blk.0.ffn_down.weight"] == Choice("F16", "F16")
+    assert found["token_embd.weight"] == TypeChoice("Q8_0", "Q8_0")
+    assert found["blk.0.ffn_down.weight"] == TypeChoice("F16", "F16")
 
 
 def test_refusals_say_what_to_do() -> None:
     with pytest.raises(WeightError, match=r"blk.0.ffn_down.weight has rows of 100 .* Q8_0 .*; choose F16 or BF16"):
         small("q8_0")
-    assert small("q8_0", overrides=[("*ffn_down*", "F16")])["blk.0.ffn_down.weight"].kind == "F16"
+    assert small("q8_0", overrides=[("*ffn_down*", "F16")])["blk.0.ffn_down.weight"].stored == "F16"
     with pytest.raises(UnknownNameError, match=r"file type 'q4_k'; did you mean q4_k_s or q4_k_m"):
         small("q4_k")
     with pytest.raises(RecipeError, match=r"\*ffn_down\* is Q9_0.*; did you mean"):

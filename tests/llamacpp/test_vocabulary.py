@@ -23,7 +23,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from quantry.errors import CheckpointError, QuantryError
 from quantry.llamacpp import pretokenizers, vocabulary
 from quantry.llamacpp.families import known
-from quantry.llamacpp.model import Model
+from quantry.llamacpp.model import LlamaModel
 from quantry.llamacpp.pretokenizers import PreTokenizer, rows_of_table
 from tiny_tokenizers import TEXT, write_tokenizer
 
@@ -279,7 +279,7 @@ def described(path: Path, folder: Path, config: Mapping[str, Any]) -> KeyValues:
 
 
 @contextmanager
-def loaded(path: Path, folder: Path, config: Mapping[str, Any], name: str = "tiny") -> Iterator[Model]:
+def loaded(path: Path, folder: Path, config: Mapping[str, Any], name: str = "tiny") -> Iterator[LlamaModel]:
     """A model of one layer with the tokenizer in a folder, loaded by llama.cpp."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name(name)
@@ -299,7 +299,7 @@ def loaded(path: Path, folder: Path, config: Mapping[str, Any], name: str = "tin
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with Model(path, context=32, threads=1) as model:
+    with LlamaModel(path, context=32, threads=1) as model:
         yield model
 
 
@@ -532,10 +532,10 @@ DIGITS = {"type": "Digits", "individual_digits": False}
 ODD_SPLIT = {"type": "Split", "pattern": {"Regex": "[aeiou]+|" + "x" * 90}, "behavior": "Isolated", "invert": False}
 LOST = {**ODD_SPLIT, "pattern": {"Regex": r"\p{N}"}, "behavior": "Removed", "invert": True}
 REFUSALS = {
-    "WordPiece": ("bpe-gpt-2", model(type="WordPiece"), "of the kind WordPiece: .*encoders only"),
-    "Unigram": ("bpe-gpt-2", model(type="Unigram"), "of the kind Unigram: .*by likelihood"),
-    "WordLevel": ("bpe-gpt-2", model(type="WordLevel"), "of the kind WordLevel"),
-    "no kind": ("bpe-gpt-2", model(type=None), "of the kind None: it must be BPE"),
+    "WordPiece": ("bpe-gpt-2", model(type="WordPiece"), "of type WordPiece: .*encoders only"),
+    "Unigram": ("bpe-gpt-2", model(type="Unigram"), "of type Unigram: .*by likelihood"),
+    "WordLevel": ("bpe-gpt-2", model(type="WordLevel"), "of type WordLevel"),
+    "no type": ("bpe-gpt-2", model(type=None), "of type None: it must be BPE"),
     "characters": ("bpe-gpt-2", pre_tokenizer(type="Whitespace"), "neither ByteLevel nor byte_fallback"),
     "unknown regex": (
         "bpe-qwen2",
@@ -562,7 +562,7 @@ REFUSALS = {
         pre_tokenizer(type="Digits", individual_digits=True),
         '"Digits".*not in llama.cpp',
     ),
-    "pairs missing": ("spm-llama-fast", lambda folder: drop_a_merge(folder), "of other pairs and not of"),
+    "pairs missing": ("spm-llama-fast", lambda folder: drop_a_merge(folder), "of other pairs, but not of"),
     "unigram pieces": ("spm-llama", unigram, "not BPE but unigram"),
     "not SentencePiece": (
         "spm-llama",
@@ -593,10 +593,10 @@ REFUSALS = {
     "empty": (
         "bpe-gpt-2",
         lambda folder: (folder / "tokenizer.json").write_text("{}"),
-        "not as they should be .KeyError",
+        "are damaged .KeyError",
     ),
     "no merges": ("bpe-gpt-2", model(merges=7), "tokenizer.json"),
-    "a number as vocabulary": ("spm-llama-fast", model(vocab=7), "not as they should be"),
+    "a number as vocabulary": ("spm-llama-fast", model(vocab=7), "are damaged"),
 }
 
 
@@ -621,7 +621,7 @@ def test_refusals(reason: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["bpe-smollm", "spm-llama", "spm-llama-fast", "spm-phi3"])
 def test_vocabulary_larger_than_the_embedding(kind: str, size: Any, tmp_path: Path) -> None:
     config = make(tmp_path, Case(kind, "Phi3ForCausalLM" if "phi" in kind else "LlamaForCausalLM", "llama"))
-    with pytest.raises(QuantryError, match=r"with the number \d+, and the model 600 tokens|vocab_size"):
+    with pytest.raises(QuantryError, match=r"the number \d+, and the model has 600 tokens|vocab_size"):
         described(tmp_path / "ours.gguf", tmp_path, {**config, "vocab_size": size})
 
 

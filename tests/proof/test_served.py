@@ -23,7 +23,7 @@ import quantry
 from demo_artefacts import quantized_demo
 from depth import deep
 from quantry.errors import CheckpointError, ModelNotFoundError, QuantryError, UnknownNameError, WeightError
-from quantry.llamacpp.model import Model
+from quantry.llamacpp.model import LlamaModel
 from quantry.models.reader import open_checkpoint
 from quantry.proof.divergence import Scores, kl, top_k
 from quantry.proof.served.contract import Served
@@ -103,7 +103,7 @@ def test_llama_cpp_says_what_its_logits_say(f16: Path, windows: list[Window], id
     assert (served.engine, served.notes) == ("llama.cpp", ())
     assert served.version.startswith("xllamacpp 20")
     assert heard == [(100, 730, "llama.cpp"), (700, 730, "llama.cpp"), (730, 730, "llama.cpp")]
-    with Model(f16 / "demo-F16.gguf", context=600, threads=1) as opened:
+    with LlamaModel(f16 / "demo-F16.gguf", context=600, threads=1) as opened:
         for window, places, found in zip(windows, ids, served.scores, strict=True):
             assert_close(found, expected(torch.from_numpy(opened.logits(window.tokens)), window, places), 1e-4)
 
@@ -144,7 +144,7 @@ def test_llama_cpp_tells_its_memory(f16: Path, tokens: list[int]) -> None:
 def test_llama_cpp_writes(f16: Path, tokens: list[int]) -> None:
     prompts = [tokens[:20], tokens[300:330]]
     written = LLAMA.generate(f16, prompts, 6)
-    with Model(f16 / "demo-F16.gguf", context=64, threads=1) as opened:
+    with LlamaModel(f16 / "demo-F16.gguf", context=64, threads=1) as opened:
         assert written == [opened.generate(prompt, 6) for prompt in prompts]
 
 

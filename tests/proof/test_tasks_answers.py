@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from demo_artefacts import gguf_in, quantized_demo
 from quantry.blockwise import walk
 from quantry.errors import QuantryError, WeightError
-from quantry.llamacpp.model import Model
+from quantry.llamacpp.model import LlamaModel
 from quantry.models.reader import demo_folder
 from quantry.proof.sources import open_source
 from quantry.proof.tasks.answers import Answers, LlamaAnswers, Pair, TorchAnswers
@@ -38,13 +38,13 @@ def decoded(module: Any, tokenizer: Any) -> TorchAnswers:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    with Model(gguf_in(quantized_demo(tmp_path_factory, "gguf-f16")), context=1024, threads=1) as opened:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaModel]:
+    with LlamaModel(gguf_in(quantized_demo(tmp_path_factory, "gguf-f16")), context=1024, threads=1) as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
-def served(model: Model) -> LlamaAnswers:
+def served(model: LlamaModel) -> LlamaAnswers:
     return LlamaAnswers(model)
 
 
@@ -96,7 +96,7 @@ def test_loglikelihoods_in_torch_are_those_by_hand(module: Any, decoded: TorchAn
 
 
 def test_loglikelihoods_in_llama_cpp_are_those_by_hand(
-    model: Model, served: LlamaAnswers, decoded: TorchAnswers
+    model: LlamaModel, served: LlamaAnswers, decoded: TorchAnswers
 ) -> None:
     tokens = served.encode(TEXT)
     (greedy,) = served.generate([tokens[:9]], 3)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from demo_artefacts import gguf_in, quantized_demo
 from depth import deep
 from quantry.errors import QuantryError, UnknownNameError
-from quantry.llamacpp.model import Model
+from quantry.llamacpp.model import LlamaModel
 from quantry.models.reader import demo_folder
 from quantry.proof.tasks import harness
 from quantry.proof.tasks.answers import Answers, LlamaAnswers, TorchAnswers
@@ -119,7 +119,7 @@ def decoded(module: Any) -> TorchAnswers:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaAnswers]:
-    with Model(gguf_in(quantized_demo(tmp_path_factory, "gguf-f16")), context=256, threads=1) as opened:
+    with LlamaModel(gguf_in(quantized_demo(tmp_path_factory, "gguf-f16")), context=256, threads=1) as opened:
         yield LlamaAnswers(opened)
 
 
@@ -211,7 +211,7 @@ def test_questions_that_do_not_fit_lose_their_start(tasks: dict[str, Path], modu
 def test_two_models_are_compared_question_by_question(
     tasks: dict[str, Path], found: dict[str, TaskResult], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    with Model(gguf_in(quantized_demo(tmp_path_factory, "gguf-q2_k")), context=256, threads=1) as opened:
+    with LlamaModel(gguf_in(quantized_demo(tmp_path_factory, "gguf-q2_k")), context=256, threads=1) as opened:
         coarse = evaluate(LlamaAnswers(opened), list(tasks.values()))
     rows = {(row.task, row.metric): row for row in compare(list(found.values()), coarse)}
     acc = rows["choices", "acc"]

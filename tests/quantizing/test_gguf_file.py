@@ -16,7 +16,7 @@ from depth import FAMILIES, cases
 from quantry.errors import CheckpointError, ConfigError, OutputError, QuantryError, RecipeError, UnknownNameError
 from quantry.llamacpp import importance
 from quantry.llamacpp.mixture import FILE_TYPES
-from quantry.llamacpp.model import Model
+from quantry.llamacpp.model import LlamaModel
 from quantry.models.reader import demo_folder
 from quantry.numerics.ggml import native
 from quantry.quantizing.makers.gguf import GgufMaker
@@ -68,7 +68,7 @@ def test_llama_cpp_computes_what_transformers_does(architecture: str, tmp_path: 
     write_model(tmp_path / "model", architecture, seed=1)  # with 0 one token is a toss-up between experts
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     file = written(tmp_path / "model", tmp_path / "out", "f16")
-    with Model(file, threads=1) as served:
+    with LlamaModel(file, threads=1) as served:
         tokens = served.tokenize(TEXT)
         assert tokens == tokenizer(TEXT)["input_ids"]
         found = served.logits(tokens)
@@ -81,7 +81,7 @@ def test_llama_cpp_computes_what_transformers_does(architecture: str, tmp_path: 
 def test_every_type_of_the_demo_loads_and_answers(file_type: str, tmp_path: Path) -> None:
     file = written("demo", tmp_path / "out", file_type)
     text = (DEMO / "held-out.txt").read_text(encoding="utf-8")[:3000]
-    with Model(file, context=1024, threads=1) as model:
+    with LlamaModel(file, context=1024, threads=1) as model:
         tokens = model.tokenize(text)[:500]
         loss = perplexity(tokens, model.logits(tokens))
         answer = model.detokenize(model.generate(model.tokenize(prompt("What color is the sky?")), 16))
@@ -127,7 +127,7 @@ def test_several_files_are_one_model(tmp_path: Path) -> None:
     parts = sorted((tmp_path / "parts").glob("*.gguf"))
     assert [part.name for part in parts] == [f"demo-Q8_0-{number:05d}-of-00005.gguf" for number in range(1, 6)]
     assert quantry.inspect(tmp_path / "parts").parameters == 7_344_384
-    with Model(whole, threads=1) as one, Model(parts[0], threads=1) as other:
+    with LlamaModel(whole, threads=1) as one, LlamaModel(parts[0], threads=1) as other:
         tokens = one.tokenize("Once upon a time")
         assert np.array_equal(one.logits(tokens), other.logits(tokens))
 
@@ -237,7 +237,7 @@ def test_importance(tmp_path: Path) -> None:
     assert told["quantize.imatrix.entries_count"] == 2
     assert told["quantize.imatrix.chunks_count"] == 7
     assert told["quantize.imatrix.dataset"] == "words.txt"
-    with Model(file, threads=1) as model:
+    with LlamaModel(file, threads=1) as model:
         assert model.logits([1, 2, 3]).shape == (3, 4096)
 
 
@@ -292,7 +292,7 @@ def test_bad_importance(fault: str, tmp_path: Path) -> None:
     if fault == "format":
         options = {"preset": "w4a16", "group": 64}  # type: ignore[dict-item]
     expected = {
-        "missing": "cannot read", "size": "255 values", "foreign": "knows no tensor", "nan": "negative or infinite",
+        "missing": "cannot read", "size": "255 values", "foreign": "has no tensor of this model", "nan": "negative or infinite",
         "text": "claims|needs", "cut": "ends at|bytes", "format": "has no use in format compressed-tensors",
     }  # fmt: skip
     with pytest.raises(QuantryError, match=expected[fault]):

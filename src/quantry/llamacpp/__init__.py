@@ -1,1 +1,1 @@
-"""What llama.cpp expects of a GGUF file, and a loaded model through its C API."""
+"""What llama.cpp expects of a GGUF file, the way back to a checkpoint, and llama.cpp itself through its C API."""

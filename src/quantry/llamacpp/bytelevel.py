@@ -1,4 +1,4 @@
-"""Byte-level BPE from tokenizer.json: the list of tokens, as transformers has it, and the pre-tokenizer's name."""
+"""Byte-level BPE from tokenizer.json: the tokens as transformers lists them, and the name of the pre-tokenizer."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer
 from quantry.errors import CheckpointError
 from quantry.llamacpp import pretokenizers
 from quantry.llamacpp.pretokenizers import PreTokenizer
-from quantry.llamacpp.tokens import CARRY, COPY, Files, Tokens, added
+from quantry.llamacpp.tokens import CARRY, COPY, TokenizerFiles, Tokens, added
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 UNFIT = {
@@ -20,10 +20,13 @@ UNFIT = {
 
 
 def is_byte_level(tokenizer: Mapping[str, Any]) -> bool:
-    """Whether a tokenizer.json is byte-level BPE rather than BPE of pieces with bytes to fall back on."""
-    kind = tokenizer["model"].get("type")
-    if kind != "BPE":
-        raise CheckpointError(f"tokenizer.json is of the kind {kind}: {UNFIT.get(kind, 'it must be BPE')}", fix=CARRY)
+    """Returns True for byte-level BPE, False for BPE of pieces that falls back on bytes.
+
+    Raises CheckpointError for any other tokenizer.
+    """
+    model = tokenizer["model"].get("type")
+    if model != "BPE":
+        raise CheckpointError(f"tokenizer.json is of type {model}: {UNFIT.get(model, 'it must be BPE')}", fix=CARRY)
     steps = pretokenizers.flatten(tokenizer.get("pre_tokenizer"), "pretokenizers")
     if any(step["type"] == "ByteLevel" for step in steps):
         return True
@@ -32,7 +35,8 @@ def is_byte_level(tokenizer: Mapping[str, Any]) -> bool:
     return False
 
 
-def read(files: Files) -> tuple[Tokens, PreTokenizer]:
+def read(files: TokenizerFiles) -> tuple[Tokens, PreTokenizer]:
+    """Reads the tokens of tokenizer.json, and finds its pre-tokenizer by fingerprint or by its regexes."""
     tokenizer = _load(files)
     names = (pretokenizers.by_fingerprint(ids) for ids in _encodings(tokenizer, files.settings))
     known = next(filter(None, names), None)
@@ -40,12 +44,12 @@ def read(files: Files) -> tuple[Tokens, PreTokenizer]:
     return _tokens(tokenizer, files.size), row
 
 
-def _load(files: Files) -> Tokenizer:
-    """tokenizer.json, and what transformers adds to it: the tokens that tokenizer_config.json lists or names."""
+def _load(files: TokenizerFiles) -> Tokenizer:
+    """Loads tokenizer.json and adds the tokens that tokenizer_config.json lists or names, as transformers does."""
     path, settings = files.folder / "tokenizer.json", files.settings
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library has no class of its own for it
+    except Exception as error:  # the library raises a plain Exception
         raise CheckpointError(f"{path}: {str(error)[:120]}", fix=COPY) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -65,9 +69,9 @@ def _added_token(token: Mapping[str, Any]) -> AddedToken:
 
 
 def _encodings(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> Iterator[list[int]]:
-    """The probe as transformers encodes it: as tokenizer.json says, and with what tokenizer_config.json says to add.
+    """Yields the probe text's tokens: as tokenizer.json encodes it, then with the ends of tokenizer_config.json.
 
-    transformers 5 goes by the former; fingerprints taken with transformers 4, such as DeepSeek's, need the latter.
+    transformers 5 does the former; fingerprints taken with transformers 4, such as DeepSeek's, need the latter.
     """
     text = pretokenizers.probe_text()
     yield tokenizer.encode(text).ids
@@ -95,5 +99,5 @@ def _tokens(tokenizer: Tokenizer, size: int | None) -> Tokens:
 
 
 def _round_trip(tokenizer: Tokenizer, text: str) -> str:
-    """An added token as it reads in normalized text, which is where llama.cpp looks for it."""
+    """Returns an added token as it reads in normalized text, where llama.cpp looks for it."""
     return tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False)

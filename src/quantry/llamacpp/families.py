@@ -1,7 +1,7 @@
-"""What a config says, in the words of families.toml: the row of its architecture and the facts that row speaks of.
+"""What a config means for llama.cpp: the row of its architecture in families.toml, and the values that the row names.
 
 Configs are read as transformers reads them: old names (rope_theta, rope_scaling) and new ones (rope_parameters), with
-the family's defaults for what is missing. What llama.cpp would compute differently is refused here.
+the family's defaults for missing fields. A model that llama.cpp would compute differently is refused here.
 """
 
 import math
@@ -31,12 +31,12 @@ ROPE_FACTS = (
     "rope_freqs", "rope_factors_long", "rope_factors_short",
 )  # fmt: skip
 
-Facts = dict[str, Any]
+Facts = dict[str, Any]  # fields of config.json, sizes and rope parameters by name
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A table of families.toml, whose head explains the columns."""
+    """A table of families.toml; the comment at its head explains the columns."""
 
     name: str
     architecture: str
@@ -63,7 +63,10 @@ class Family:
 
 
 def family(config: Mapping[str, Any]) -> Family:
-    """The row of a config's architecture."""
+    """Returns the row of a config's architecture.
+
+    Raises UnknownNameError if Quantry cannot write it as GGUF, ConfigError if the config names none.
+    """
     names = _text(config).get("architectures") or config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str):
@@ -77,13 +80,13 @@ def family(config: Mapping[str, Any]) -> Family:
 
 
 def known() -> tuple[str, ...]:
-    """All architectures that can be written."""
+    """Returns the names of all architectures that can be written, sorted."""
     return tuple(sorted(name for name in table() if name[0].isupper()))
 
 
 @cache
 def table() -> dict[str, Any]:
-    """The content of families.toml."""
+    """Returns the content of families.toml."""
     return tomllib.loads(files("quantry.llamacpp").joinpath("families.toml").read_text(encoding="utf-8"))
 
 
@@ -96,7 +99,7 @@ def _family(name: str) -> Family:
 
 
 def _row(name: str) -> dict[str, Any]:
-    """The columns of a table, with those of the one that it is like."""
+    """Returns the columns of a table, merged with those of the table it is `like`."""
     row = dict(table()[name])
     base = _row(row.pop("like")) if "like" in row else {}
     merged = {key: {**base.get(key, {}), **row.get(key, {})} for key in ("defaults", "fixed", "shapes")}
@@ -112,107 +115,110 @@ def _frozen(value: Any) -> Any:
 
 
 def facts(config: Mapping[str, Any]) -> Facts:
-    """Every field, size and rope parameter that the key-values and shapes of this model are made of."""
+    """Returns every field, size and rope parameter that the key-values and shapes of a model are made of.
+
+    Raises ConfigError if the config is damaged or describes a model that llama.cpp computes differently.
+    """
     row = family(config)
-    found = _fields(_text(config), row)
-    _check_fields(found, row)
-    found |= _sizes(found, row)
-    found |= _rope_facts(found, row)
+    model = _fields(_text(config), row)
+    _check_fields(model, row)
+    model |= _sizes(model, row)
+    model |= _rope_facts(model, row)
     if row.every:
-        found |= _pattern_facts(found, row)
-    _check_fixed(found, row)
-    return found
+        model |= _pattern_facts(model, row)
+    _check_fixed(model, row)
+    return model
 
 
 def notes(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """What llama.cpp computes otherwise than the model in long contexts, and its files cannot tell it."""
-    row, found = family(config), facts(config)
-    longest, window, told = found["max_position_embeddings"], found.get("sliding_window") or 0, []
-    kinds = layer_kinds(text_config({**found, "text_config": None}))
+    """Lists what llama.cpp computes differently in long contexts and a GGUF file cannot change."""
+    row, model = family(config), facts(config)
+    longest, window, lines = model["max_position_embeddings"], model.get("sliding_window") or 0, []
+    kinds = layer_kinds(text_config({**model, "text_config": None}))
     if not row.slides and "sliding" in kinds and window < longest:
-        told.append(
+        lines.append(
             f"llama.cpp attends to the whole context where the model sees the last {window} tokens: answers differ in"
             " longer contexts"
         )
-    if _rope_kind(found["full_rope"], row, row.ropes) == "dynamic":
-        told.append(f"llama.cpp does not stretch the rope of contexts over {longest} tokens as the model does")
-    return tuple(told)
+    if _rope_type(model["full_rope"], row, row.ropes) == "dynamic":
+        lines.append(f"llama.cpp does not stretch the rope of contexts over {longest} tokens as the model does")
+    return tuple(lines)
 
 
 def _text(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with the fields of its language model on top."""
+    """Returns the config with the fields of its language model on top."""
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, Mapping) else dict(config)
 
 
 def _fields(text: Mapping[str, Any], row: Family) -> Facts:
-    """The fields of a config by their usual names, with defaults in the place of what is missing."""
-    found = {**row.defaults, **text}
-    found |= {name: text[other] for name, other in table()["aliases"].items() if text.get(other) is not None}
-    found |= {name: value for name, value in row.nulls.items() if found.get(name) is None}
-    if found.get("num_key_value_heads") is None:
-        found["num_key_value_heads"] = found.get("num_attention_heads")
-    if found.get("is_causal") is not False:
-        found["is_causal"] = None  # causal is what models are, and files say only that one is not
-    return found | _ropes(found, row)
+    """Returns the fields of a config by their usual names, with defaults for missing ones."""
+    fields = {**row.defaults, **text}
+    fields |= {name: text[other] for name, other in table()["aliases"].items() if text.get(other) is not None}
+    fields |= {name: value for name, value in row.nulls.items() if fields.get(name) is None}
+    if fields.get("num_key_value_heads") is None:
+        fields["num_key_value_heads"] = fields.get("num_attention_heads")
+    if fields.get("is_causal") is not False:
+        fields["is_causal"] = None  # files mention only that a model is not causal
+    return fields | _ropes(fields, row)
 
 
-def _ropes(found: Facts, row: Family) -> Facts:
-    """Rope parameters of full and sliding layers, from the places that old and new configs have for them."""
-    given, scaling = _mapping(found, "rope_parameters"), _mapping(found, "rope_scaling")
-    if row.layered_rope:  # here transformers does not look at `type`, the old name of rope_type
+def _ropes(fields: Facts, row: Family) -> Facts:
+    """Returns the rope parameters of full and sliding layers, where old and new configs have them."""
+    given, scaling = _mapping(fields, "rope_parameters"), _mapping(fields, "rope_scaling")
+    if row.layered_rope:  # here transformers ignores `type`, the old name of rope_type
         full = {"rope_type": "default", **_mapping(given, "full_attention"), **scaling}
         sliding = _mapping(given, "sliding_attention")
-        local = sliding.get("rope_theta", found.get("rope_local_base_freq"))
+        local = sliding.get("rope_theta", fields.get("rope_local_base_freq"))
     else:
         flat = scaling or given
         full, sliding, local = _mapping(flat, "full_attention") or flat, {}, None
-    own = {name: full.get(name, found.get(name)) for name in ("rope_theta", "partial_rotary_factor")}
+    own = {name: full.get(name, fields.get(name)) for name in ("rope_theta", "partial_rotary_factor")}
     return {"full_rope": full, "sliding_rope": sliding, "rope_local_base_freq": local, **own}
 
 
-def _mapping(found: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = found.get(name) or {}
+def _mapping(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = fields.get(name) or {}
     if not isinstance(value, Mapping):
         raise ConfigError(f"config.json has {name} {str(value)[:40]!r}, not an object", fix=RESTORE)
     return dict(value)
 
 
-def _check_fields(found: Facts, row: Family) -> None:
-    kinds = table()["fields"]
-    for name in (*kinds["required"], *row.required):
-        if found.get(name) is None:
+def _check_fields(model: Facts, row: Family) -> None:
+    groups = table()["fields"]
+    for name in (*groups["required"], *row.required):
+        if model.get(name) is None:
             raise ConfigError(f"config.json of {row.name} has no {name}", fix=RESTORE)
-        if found[name] == 0:
+        if model[name] == 0:
             raise ConfigError(f"config.json has {name} 0", fix=RESTORE)
-    for name in kinds["counts"]:
-        if found.get(name) is not None:
-            _count(found[name], name)
-    for name in kinds["numbers"]:
-        if found.get(name) is not None:
-            _number(found[name], name)
-    if found["num_hidden_layers"] > LAYER_LIMIT:
-        raise ConfigError(f"num_hidden_layers {found['num_hidden_layers']} is over {LAYER_LIMIT}", fix=RESTORE)
+    for name in groups["counts"]:
+        if model.get(name) is not None:
+            _count(model[name], name)
+    for name in groups["numbers"]:
+        if model.get(name) is not None:
+            _number(model[name], name)
+    if model["num_hidden_layers"] > LAYER_LIMIT:
+        raise ConfigError(f"num_hidden_layers {model['num_hidden_layers']} is over {LAYER_LIMIT}", fix=RESTORE)
 
 
 def _count(value: Any, name: str) -> int:
-    """A whole number, or an error that names it."""
+    """Returns a whole number; raises ConfigError for any other value."""
     if type(value) is not int or not 0 <= value <= LARGEST:
         raise ConfigError(f"config.json has {name} {str(value)[:40]!r}, not a whole number", fix=RESTORE)
     return value
 
 
 def _number(value: Any, name: str) -> float:
-    """A number above zero, or an error that names it."""
+    """Returns a number above zero; raises ConfigError for any other value."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1e30:
         raise ConfigError(f"config.json has {name} {str(value)[:40]!r}, not a number above 0", fix=RESTORE)
     return value
 
 
-def _sizes(found: Facts, row: Family) -> Facts:
-    """The sizes that shapes are made of."""
-    hidden, heads, kv_heads = found["hidden_size"], found["num_attention_heads"], found["num_key_value_heads"]
-    given = (found.get("head_dim") or None) if row.head_dim != "never" else None
+def _sizes(model: Facts, row: Family) -> Facts:
+    """Returns the sizes that shapes are made of."""
+    hidden, heads, kv_heads = model["hidden_size"], model["num_attention_heads"], model["num_key_value_heads"]
+    given = (model.get("head_dim") or None) if row.head_dim != "never" else None
     if given is None and hidden % heads:
         raise ConfigError(f"hidden_size {hidden} is not divided by num_attention_heads {heads}", fix=RESTORE)
     if heads % kv_heads:
@@ -226,38 +232,38 @@ def _sizes(found: Facts, row: Family) -> Facts:
         "queries": heads * head,
         "keys": kv_heads * head,
         "queries_keys_values": (heads + 2 * kv_heads) * head,
-        "gate_up": 2 * found["intermediate_size"],
-        "expert_size": found.get(row.expert_size),
-        "query_scalar": hidden // heads if found["num_hidden_layers"] == row.large else head,
-        "rope_dimension_count": int((found["partial_rotary_factor"] or 1.0) * heads * head) // heads,
+        "gate_up": 2 * model["intermediate_size"],
+        "expert_size": model.get(row.expert_size),
+        "query_scalar": hidden // heads if model["num_hidden_layers"] == row.large else head,
+        "rope_dimension_count": int((model["partial_rotary_factor"] or 1.0) * heads * head) // heads,
     }
 
 
-def _rope_facts(found: Facts, row: Family) -> Facts:
-    """Key-values and factors of a scaled rope."""
-    kind, rope = _rope_kind(found["full_rope"], row, row.ropes), found["full_rope"]
-    _rope_kind(found["sliding_rope"], row, ("default",))
-    context = rope.get("original_max_position_embeddings", found["max_position_embeddings"])
+def _rope_facts(model: Facts, row: Family) -> Facts:
+    """Returns the key-values and factors of a scaled rope."""
+    rope_type, rope = _rope_type(model["full_rope"], row, row.ropes), model["full_rope"]
+    _rope_type(model["sliding_rope"], row, ("default",))
+    context = rope.get("original_max_position_embeddings", model["max_position_embeddings"])
     made: Facts = dict.fromkeys(ROPE_FACTS)
     if "original_max_position_embeddings" in row.defaults:  # the family keeps it outside the rope parameters
-        made["rope_scaling_orig_ctx_len"] = context = found["original_max_position_embeddings"]
-    if kind in ("linear", "yarn"):
-        made |= {"rope_scaling_type": kind, "rope_scaling_factor": _number(rope.get("factor"), "rope factor")}
-    if kind == "yarn":
+        made["rope_scaling_orig_ctx_len"] = context = model["original_max_position_embeddings"]
+    if rope_type in ("linear", "yarn"):
+        made |= {"rope_scaling_type": rope_type, "rope_scaling_factor": _number(rope.get("factor"), "rope factor")}
+    if rope_type == "yarn":
         _check_yarn(rope, made["rope_scaling_factor"])
         made["rope_scaling_orig_ctx_len"] = _count(context, "original_max_position_embeddings")
         for key, names in YARN_KEYS.items():
             value = next((rope[name] for name in names if rope.get(name) is not None), None)
             made[key] = None if value is None else _number(value, names[0])
-    if kind == "llama3":
-        made["rope_freqs"] = _llama3(rope, found["rope_theta"], found["head_size"], context)
-    if kind == "longrope":
-        made |= _longrope(rope, found["rope_dimension_count"], found["max_position_embeddings"], context)
+    if rope_type == "llama3":
+        made["rope_freqs"] = _llama3(rope, model["rope_theta"], model["head_size"], context)
+    if rope_type == "longrope":
+        made |= _longrope(rope, model["rope_dimension_count"], model["max_position_embeddings"], context)
     return made
 
 
 def _check_yarn(rope: Mapping[str, Any], factor: float) -> None:
-    """llama.cpp derives the sharpening of attention from the factor, whatever the file says of it."""
+    """Raises ConfigError if attention is sharpened in another way than llama.cpp derives from the factor."""
 
     def sharper(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
@@ -273,22 +279,22 @@ def _check_yarn(rope: Mapping[str, Any], factor: float) -> None:
         )
 
 
-def _rope_kind(rope: Mapping[str, Any], row: Family, known: Sequence[str]) -> str:
-    kind = str(rope.get("rope_type") or rope.get("type") or "default").lower()
-    kind = ROPE_ALIASES.get(kind, kind)
-    if kind not in known:
+def _rope_type(rope: Mapping[str, Any], row: Family, known: Sequence[str]) -> str:
+    written = str(rope.get("rope_type") or rope.get("type") or "default").lower()
+    rope_type = ROPE_ALIASES.get(written, written)
+    if rope_type not in known:
         raise ConfigError(
-            f"{row.name} with rope type {kind[:40]!r} cannot be written as GGUF: llama.cpp's {row.architecture} has"
-            f" {', '.join(known)}",
+            f"{row.name} with rope type {rope_type[:40]!r} cannot be written as GGUF: llama.cpp's {row.architecture}"
+            f" has {', '.join(known)}",
             fix="use another format",
         )
-    return kind
+    return rope_type
 
 
 def _llama3(rope: Mapping[str, Any], theta: float, size: int, context: Any) -> tuple[float, ...]:
-    """By how much Llama 3 slows each frequency: not the fast ones, the slow ones by `factor`, smoothly between.
+    """Returns how much Llama 3 slows each frequency: fast ones not at all, slow ones by `factor`, smoothly between.
 
-    In float32 and with reciprocals as torch takes them, so that the factors of Llama 3.1 to 3.3 are the same bits.
+    Computes in float32 with reciprocals as torch does, which gives the factors of Llama 3.1 to 3.3 bit for bit.
     """
     from numpy import errstate, float32
 
@@ -299,7 +305,7 @@ def _llama3(rope: Mapping[str, Any], theta: float, size: int, context: Any) -> t
     )
     length = _count(context, "original_max_position_embeddings")
     factors = []
-    with errstate(all="ignore"):  # a wave may be too short for float32, and then counts as fast
+    with errstate(all="ignore"):  # a wave that is too short for float32 counts as fast
         for index in range(0, size, 2):
             power = float32(math.pow(theta, float(float32(index) / float32(size))))
             wave = (one / (one / power)) * float32(2 * math.pi)
@@ -310,7 +316,7 @@ def _llama3(rope: Mapping[str, Any], theta: float, size: int, context: Any) -> t
 
 
 def _longrope(rope: Mapping[str, Any], rotated: int, longest: int, context: int) -> Facts:
-    """The factors of each frequency for short and for long contexts, and how much attention is sharpened."""
+    """Returns the factors of each frequency for short and long contexts, and how much attention is sharpened."""
     made: Facts = {}
     if context < 2:
         raise ConfigError(f"config.json has original_max_position_embeddings {context}", fix=RESTORE)
@@ -324,17 +330,17 @@ def _longrope(rope: Mapping[str, Any], rotated: int, longest: int, context: int)
     return {**made, "rope_scaling_attn_factors": sharper}
 
 
-def _pattern_facts(found: Facts, row: Family) -> Facts:
-    """Refuses layers that alternate otherwise than llama.cpp assumes; no sliding layers at all may be fine."""
+def _pattern_facts(model: Facts, row: Family) -> Facts:
+    """Raises ConfigError if layers alternate differently than llama.cpp assumes; `off`: no layer slides."""
     period, last, rest = (row.every[name] for name in ("period", "last", "rest"))
-    listed = found.get(row.every["field"])
+    listed = model.get(row.every["field"])
     if listed is None:
-        interval = found.get(row.every.get("interval", ""), period)
+        interval = model.get(row.every.get("interval", ""), period)
         step = interval if type(interval) is int and interval > 0 else LAYER_LIMIT
-        listed = [rest if (index + 1) % step else last for index in range(found["num_hidden_layers"])]
-    if "off" in row.every and listed == [last] * found["num_hidden_layers"]:
+        listed = [rest if (index + 1) % step else last for index in range(model["num_hidden_layers"])]
+    if "off" in row.every and listed == [last] * model["num_hidden_layers"]:
         return {row.every["off"]: None}
-    if listed != [rest if (index + 1) % period else last for index in range(found["num_hidden_layers"])]:
+    if listed != [rest if (index + 1) % period else last for index in range(model["num_hidden_layers"])]:
         raise ConfigError(
             f"{row.name} with its own {row.every['field']} cannot be written as GGUF: llama.cpp takes {last!r} for"
             f" every {period}th layer and {rest!r} for the others",
@@ -343,12 +349,12 @@ def _pattern_facts(found: Facts, row: Family) -> Facts:
     return {}
 
 
-def _check_fixed(found: Facts, row: Family) -> None:
+def _check_fixed(model: Facts, row: Family) -> None:
     for name, values in row.fixed.items():
-        allowed = [found.get(value, value) if isinstance(value, str) else value for value in values]
-        if found.get(name) is not None and found[name] not in allowed:
+        allowed = [model.get(value, value) if isinstance(value, str) else value for value in values]
+        if model.get(name) is not None and model[name] not in allowed:
             raise ConfigError(
-                f"{row.name} with {name} {str(found[name])[:40]} cannot be written as GGUF: llama.cpp computes"
+                f"{row.name} with {name} {str(model[name])[:40]} cannot be written as GGUF: llama.cpp computes"
                 f" {row.architecture} with {' or '.join(map(str, allowed)) or 'none'}",
                 fix="use another format",
             )

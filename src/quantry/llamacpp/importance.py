@@ -1,7 +1,7 @@
-"""Importance matrices: for each matrix the mean square of its inputs, as llama-imatrix stores them.
+"""Importance matrices: the mean square of each matrix's inputs, as llama-imatrix stores them.
 
 Two forms are read: GGUF (`NAME.in_sum2` and `NAME.counts`, one count for each expert), which is also written, and the
-older binary one (sums times the number of calls). An expert that no token reached weighs all its inputs alike, as in
+older binary one (sums times the number of calls). An expert that no token reached weighs all inputs equally, as in
 llama.cpp.
 """
 
@@ -28,7 +28,7 @@ Sums = tuple[NDArray[Any], NDArray[Any]]  # sums of squares (matrices, columns),
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Importance:
-    """The vectors of a file by GGUF tensor name, and where they are from."""
+    """The vectors of a file by GGUF tensor name, and their origin."""
 
     file: str
     sha256: str
@@ -38,30 +38,34 @@ class Importance:
 
 
 def read(path: Path) -> Importance:
-    """Reads and checks a file of importance vectors."""
+    """Reads and checks a file of importance vectors.
+
+    Raises RecipeError if it cannot be read, CheckpointError if it is damaged.
+    """
     try:
         data = path.read_bytes()
     except OSError as error:
         raise RecipeError(f"cannot read {path}: {error.strerror}", fix="check the path after --imatrix") from error
-    found = _read_gguf(path) if data[:4] == MAGIC else _read_binary(path, data)
-    for name, vectors in found.vectors.items():
+    importance = _read_gguf(path) if data[:4] == MAGIC else _read_binary(path, data)
+    for name, vectors in importance.vectors.items():
         if not np.isfinite(vectors).all() or (vectors < 0).any():
             raise CheckpointError(
                 f"{path.name} has a negative or infinite importance for {name}", fix="compute the matrix again"
             )
-    return found
+    return importance
 
 
 def write(path: Path, vectors: Mapping[str, Sums], datasets: Sequence[str], chunk_size: int) -> None:
     """Writes a file as llama-imatrix does: sums of squares and tokens by GGUF tensor name, one row for each expert.
 
-    `chunk_size` is the tokens of a window; how many windows there were follows from the tensor with the most tokens.
+    `chunk_size` is the number of tokens in a window; the tensor with the most tokens gives the number of windows.
+    Raises OutputError if the sums are not finite or the file cannot be written.
     """
     from gguf import GGUFWriter
 
     if not vectors or chunk_size < 1:
         what = f"chunks of {chunk_size} tokens" if vectors else "no tensors"
-        raise OutputError(f"an importance matrix with {what} is of no use", fix="calibrate on some text first")
+        raise OutputError(f"an importance matrix with {what} is useless", fix="calibrate on some text first")
     rows = {name: _checked(name, *vectors[name]) for name in sorted(vectors)}
     writer = GGUFWriter(path=None, arch="")
     writer.kv_data = [{}]  # llama-imatrix writes no architecture
@@ -76,7 +80,7 @@ def write(path: Path, vectors: Mapping[str, Sums], datasets: Sequence[str], chun
 
 
 def _checked(name: str, sums: NDArray[Any], counts: NDArray[Any]) -> tuple[Vectors, Vectors]:
-    """The two arrays of a tensor as they are stored."""
+    """Returns the two arrays of a tensor as float32."""
     if sums.ndim != 2 or counts.shape != sums.shape[:1]:
         raise OutputError(
             f"{name} has sums of shape {list(sums.shape)} and counts of shape {list(counts.shape)}",
@@ -89,7 +93,7 @@ def _checked(name: str, sums: NDArray[Any], counts: NDArray[Any]) -> tuple[Vecto
 
 
 def _save(writer: Any, path: Path) -> None:
-    """The file under its name only when it is whole."""
+    """Writes the file under another name and renames it when it is complete."""
     try:
         descriptor, partial = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".partial", dir=path.parent)
     except OSError as error:
@@ -110,8 +114,8 @@ def _save(writer: Any, path: Path) -> None:
 
 
 def fitting(importance: Importance, targets: Mapping[str, Target]) -> dict[str, Vectors]:
-    """The vectors of the tensors of a file, each held against its shape."""
-    found = {}
+    """Returns the vectors of the tensors of a model; raises RecipeError if they do not fit its shapes."""
+    fitted = {}
     for name, vectors in importance.vectors.items():
         if name not in targets:
             continue
@@ -122,12 +126,12 @@ def fitting(importance: Importance, targets: Mapping[str, Target]) -> dict[str, 
                 f"{importance.file} has {vectors.size} values for {name}, which needs {matrices * shape[-1]}",
                 fix="compute the matrix from this model",
             )
-        found[name] = vectors.reshape(matrices, shape[-1])
-    if not found:
+        fitted[name] = vectors.reshape(matrices, shape[-1])
+    if not fitted:
         raise RecipeError(
-            f"{importance.file} knows no tensor of this model", fix="give a matrix that was computed from this model"
+            f"{importance.file} has no tensor of this model", fix="give a matrix that was computed from this model"
         )
-    return found
+    return fitted
 
 
 def _read_gguf(path: Path) -> Importance:
@@ -167,7 +171,7 @@ def _read_binary(path: Path, data: bytes) -> Importance:
 
 
 class _Binary:
-    """Reads the older form front to back."""
+    """Reads the older form from front to back."""
 
     def __init__(self, path: Path, data: bytes) -> None:
         self._path, self._data, self._position = path, data, 0

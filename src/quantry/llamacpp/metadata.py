@@ -1,7 +1,7 @@
 """The key-values of a GGUF file that describe the model: `general.*` and those of its architecture.
 
-Which keys an architecture has, and in what order, is a row of families.toml; name, authors, license and sampling
-settings come from the model card and generation_config.json, as the `gguf` library reads them.
+families.toml lists the keys of an architecture in order; name, authors, license and sampling settings come from the
+model card and generation_config.json, as the `gguf` library reads them.
 """
 
 import json
@@ -29,62 +29,62 @@ POOLING = {  # sentence-transformers' settings, old and new -> gguf's name
 
 
 def describe(
-    writer: "GGUFWriter", folder: Path, config: Mapping[str, Any], found: Sequence[Target], name: str, file_type: int
+    writer: "GGUFWriter", folder: Path, config: Mapping[str, Any], tensors: Sequence[Target], name: str, file_type: int
 ) -> None:
-    """Adds all key-values but the tokenizer's, in the order of llama.cpp's converter.
+    """Adds all key-values except the tokenizer's, in the order of llama.cpp's converter.
 
-    `folder` holds config.json, and README.md and generation_config.json if there are any; `name` is the model's where
-    these and the folder's own name tell none.
+    `folder` holds config.json, and README.md and generation_config.json if there are any; `name` is used if neither
+    they nor the folder's name give one. Raises ConfigError if one of these files cannot be put into GGUF.
     """
     from gguf import GGML_QUANT_VERSION, GGUFType
 
-    row, known = family(config), facts(config)
-    known["file_type"] = file_type
+    row, model = family(config), facts(config)
+    model["file_type"] = file_type
     if "pooling_type" in row.keys:
-        known["pooling_type"] = _pooling(folder)
-    _add(writer, row.early, known)
+        model["pooling_type"] = _pooling(folder)
+    _add(writer, row.early, model)
     writer.add_type(GGUFType.MODEL)
-    _add_general(writer, folder, found, name)
-    _add(writer, row.keys, known)
+    _add_general(writer, folder, tensors, name)
+    _add(writer, row.keys, model)
     writer.add_quantization_version(GGML_QUANT_VERSION)
 
 
-def _add(writer: "GGUFWriter", keys: Sequence[str], known: Facts) -> None:
+def _add(writer: "GGUFWriter", keys: Sequence[str], model: Facts) -> None:
     """Adds the keys that have a value; the writer knows their full names and types."""
     from gguf import PoolingType, RopeScalingType
 
-    kinds = {"rope_scaling_type": RopeScalingType, "pooling_type": PoolingType.__getitem__}
+    enums = {"rope_scaling_type": RopeScalingType, "pooling_type": PoolingType.__getitem__}
     for key in keys:
-        value = known.get(table()["sources"].get(key, key))
+        value = model.get(table()["sources"].get(key, key))
         if value is not None:
-            getattr(writer, f"add_{key}")(kinds[key](value) if key in kinds else value)
+            getattr(writer, f"add_{key}")(enums[key](value) if key in enums else value)
 
 
-def _add_general(writer: "GGUFWriter", folder: Path, found: Sequence[Target], name: str) -> None:
-    """Name, size, license, sampling settings, ... as far as the small files tell."""
+def _add_general(writer: "GGUFWriter", folder: Path, tensors: Sequence[Target], name: str) -> None:
+    """Adds name, size, license, sampling settings, ... as far as the small files give them."""
     from gguf import Metadata, size_label
 
-    counts = parameters(found)
+    counts = parameters(tensors)
     try:
         metadata = Metadata.load(None, folder, None, counts[0])
-        for one in fields(metadata):
-            if not one.name.startswith("sampling_"):
-                setattr(metadata, one.name, _text(getattr(metadata, one.name)))
+        for field in fields(metadata):
+            if not field.name.startswith("sampling_"):
+                setattr(metadata, field.name, _text(getattr(metadata, field.name)))
         metadata.name = metadata.name or name
         metadata.size_label = metadata.size_label or size_label(*counts)
         metadata.set_gguf_meta_model(writer)
         for entry in writer.kv_data[0].values():
             writer._pack_val(entry.value, entry.type, add_vtype=True, sub_type=entry.sub_type)
-    except Exception as error:  # people write what they like into a card, and the library trips in as many ways
+    except Exception as error:  # a card may hold anything, and the library fails in as many ways
         raise ConfigError(
             f"README.md, generation_config.json or _name_or_path of {name} cannot be put into GGUF"
             f" ({type(error).__name__}: {str(error)[:120]})",
-            fix="mend or remove it",
+            fix="correct or remove it",
         ) from error
 
 
 def _text(value: Any) -> Any:
-    """YAML's numbers and dates as text, in lists and tables too; GGUF has texts there."""
+    """Turns YAML's numbers and dates into the texts that GGUF wants, in lists and tables too."""
     if isinstance(value, list):
         return [_text(item) for item in value]
     if isinstance(value, dict):
@@ -92,16 +92,16 @@ def _text(value: Any) -> Any:
     return value if value is None else str(value)
 
 
-def parameters(found: Sequence[Target]) -> tuple[int, int, int, int]:
-    """How many parameters there are, how many outside of experts and in one expert, and how many experts."""
-    stacks = [target.shape for target in found if "_exps." in target.name]
-    total = sum(prod(target.shape) for target in found)
+def parameters(tensors: Sequence[Target]) -> tuple[int, int, int, int]:
+    """Counts all parameters, those outside of experts, those of one expert, and the experts."""
+    stacks = [tensor.shape for tensor in tensors if "_exps." in tensor.name]
+    total = sum(prod(tensor.shape) for tensor in tensors)
     experts = sum(shape[0] for shape in stacks) // len(stacks) if stacks else 0
     return total, total - sum(map(prod, stacks)), sum(prod(shape[1:]) for shape in stacks), experts
 
 
 def _pooling(folder: Path) -> str | None:
-    """How sentence-transformers pools this model's output, where the checkpoint is set up for it."""
+    """Returns how sentence-transformers pools this model's output; None for a checkpoint without modules.json."""
     modules = _json(folder / "modules.json")
     paths = [
         str(module.get("path"))
@@ -113,8 +113,8 @@ def _pooling(folder: Path) -> str | None:
     inside = Path(paths[0]).name == paths[0] != ".."
     settings = _json(folder / paths[0] / "config.json") if inside else None
     if not isinstance(settings, dict):
-        raise ConfigError(f"modules.json speaks of {paths[0][:40]}/config.json, which is not there", fix="restore it")
-    named = [kind for key, kind in POOLING.items() if settings.get(key)] or [
+        raise ConfigError(f"modules.json names {paths[0][:40]}/config.json, which is missing", fix="restore it")
+    named = [name for key, name in POOLING.items() if settings.get(key)] or [
         POOLING[mode] for mode in [settings.get("pooling_mode")] if isinstance(mode, str) and mode in POOLING
     ]
     if not named:

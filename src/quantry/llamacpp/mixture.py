@@ -1,8 +1,8 @@
-"""Which block type each tensor of a GGUF file gets: the choice of llama-quantize, tensor by tensor.
+"""The block type of each tensor of a GGUF file, as llama-quantize chooses it.
 
-A file type such as q4_k_m is a mixture: most tensors get its main type, some more bits, by role, depth and shape of the
-model (mixtures.toml). Rows that a type's blocks do not fit get another type (FALLBACKS). Falcon, which has rules of its
-own in llama.cpp, is not covered.
+A file type such as q4_k_m is a mixture: most tensors get its main type, some get more bits by role, depth and shape of
+the model (mixtures.toml). Rows that are no multiple of a type's block get another type (FALLBACKS). Falcon, for which
+llama.cpp has special rules, is not covered.
 """
 
 import re
@@ -10,7 +10,6 @@ import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
 from importlib.resources import files
 
 from quantry.errors import RecipeError, UnknownNameError, WeightError
@@ -31,7 +30,7 @@ FALLBACKS = {  # for rows that blocks of 256 do not fit; F16 where these do not 
     "Q2_K": "Q4_0",
     "IQ4_XS": "IQ4_NL",
 }
-ROLES = {  # the first that is found in a tensor's name; fused projections count as values
+ROLES = {  # the first whose pattern is in a tensor's name; fused projections count as values
     "output": r"^output\.weight$",
     "embedding": r"^(per_layer_)?token_embd\.weight$",
     "attn_v": r"attn_(qkv|kv_b|v)\.weight",
@@ -39,7 +38,7 @@ ROLES = {  # the first that is found in a tensor's name; fused projections count
     "attn_output": r"attn_output\.weight",
     "ffn_down": r"ffn_down",
 }
-# Small or touchy tensors that llama-quantize leaves as they are, besides those with fewer than two dimensions.
+# Small or sensitive tensors that llama-quantize does not quantize, besides those with fewer than two dimensions.
 PLAIN = re.compile(
     r"(?<!weight)$"
     r"|_norm\.weight|ffn_gate_inp\.weight|ffn_gate_tid2eid\.weight|altup|laurel|per_layer_model_proj"
@@ -47,8 +46,8 @@ PLAIN = re.compile(
     r"|time_mix_(first|[wva][012]|g[12]|decay_w[12]|lerp_fused)\.weight|attn_rel_b\.weight|\.position_embd"
     r"|sam\.(pos_embd|neck\.|net_)|\.rel_pos|\.patch_embd|\.patch_merger|a\.rvq\.codebook|mm\.a\.code_embd"
 )
-# Models that llama.cpp takes for 70B by their depth (a Llama of that depth only if heads share keys): their small
-# attn_v is never below 5 bits.
+# Models that llama.cpp takes for 70B by their depth (a Llama only if heads share keys): their small attn_v gets at
+# least 5 bits.
 LARGE = {("llama", 80), ("qwen2", 80), ("deci", 80), ("olmo", 80), ("jais2", 68)}
 
 
@@ -62,21 +61,23 @@ class FileType:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TypeChoice:
     """The type a tensor is stored in, and the one it would have if its rows fitted."""
 
-    kind: str
+    stored: str
     wanted: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Model:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedModel:
+    """The properties of a model that decide its mixture; heads are those of the first layer."""
+
     architecture: str
     layers: int
     heads: int
     kv_heads: int
-    experts: int
-    importance: bool
+    experts: int  # 0 for a dense model
+    importance: bool  # there is an importance matrix
 
     @property
     def shared(self) -> int:
@@ -91,9 +92,9 @@ class _Model:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor stands: the `index`-th of `count` in its role, with rows of `columns`, in a file of `main`."""
+    """A tensor's place: the `index`-th of `count` in its role, with rows of `columns`, in a file of `main`."""
 
-    model: _Model
+    model: MixedModel
     main: str
     columns: int
     index: int = 0
@@ -125,66 +126,63 @@ CONDITIONS: dict[str, Callable[[_Place], bool]] = {
 
 def types(
     file_type: str,
-    architecture: str,
+    model: MixedModel,
     shapes: Mapping[str, Sequence[int]],
     *,
-    heads: int,
-    kv_heads: int,
-    experts: int,
-    layers: int,
-    importance: bool,
     keep: Collection[str] = (),
     plain: str = "BF16",
     overrides: Iterable[tuple[str, str]] = (),
-) -> dict[str, Choice]:
-    """The type of every tensor, in the order of llama.cpp's loader.
+) -> dict[str, TypeChoice]:
+    """Returns the type of every tensor, in the order of llama.cpp's loader.
 
-    `shapes` has the outermost dimension first; `heads` and `kv_heads` are those of the first layer; `experts` is 0
-    without; `importance` says whether there is an importance matrix. Tensors of `keep` and those with one dimension
-    are F32; others that are never quantized are `plain`. `overrides` are (shell pattern, type), the first that matches
-    wins over the mixture; as in llama-quantize, a tensor it names is not counted when others are placed by depth.
+    `shapes` has the outermost dimension first. Tensors of `keep` and those with one dimension are F32; others that are
+    never quantized are `plain`. `overrides` are (shell pattern, type): the first that matches wins over the mixture,
+    and as in llama-quantize a tensor it names is not counted when others are placed by depth. Raises UnknownNameError
+    for an unknown file type, RecipeError for an unknown type, WeightError for rows that fit no type.
     """
     chosen, rules = _file_type(file_type), _checked(overrides)
-    model = _Model(architecture, layers, heads, kv_heads, experts, importance)
     roles = {name: _role(name, tied="output.weight" not in shapes) for name in shapes}
-    counts = {"attn_v": list(roles.values()).count("attn_v"), "ffn_down": layers}
+    counts = {"attn_v": list(roles.values()).count("attn_v"), "ffn_down": model.layers}
     seen = dict.fromkeys(counts, 0)
-    found = {}
+    choices = {}
     for name in sorted(shapes, key=lambda name: (_layer(name), name)):
         shape, role = shapes[name], roles[name]
         if name in keep or len(shape) < 2 or not _quantizable(name, shape):
-            kind = "F32" if name in keep or len(shape) < 2 else plain
-            found[name] = Choice(kind, kind)
+            float_type = "F32" if name in keep or len(shape) < 2 else plain
+            choices[name] = TypeChoice(float_type, float_type)
             continue
-        wanted = next((kind for pattern, kind in rules if fnmatchcase(name, pattern)), None)
+        wanted = next((override for pattern, override in rules if fnmatchcase(name, pattern)), None)
         if wanted is None:
-            depth = _layer(name) if role == "ffn_down" and experts > 1 else seen.get(role, 0)
+            depth = _layer(name) if role == "ffn_down" and model.experts > 1 else seen.get(role, 0)
             wanted = _mixture(chosen, role, _Place(model, chosen.main, shape[-1], depth, counts.get(role, 0)))
             if role in seen:
                 seen[role] += 1
-        found[name] = Choice(fitting(name, wanted, shape[-1]), wanted)
-    return found
+        choices[name] = TypeChoice(fitting(name, wanted, shape[-1]), wanted)
+    return choices
 
 
-def fitting(name: str, kind: str, columns: int) -> str:
-    """The type itself if rows of `columns` weights fit its blocks, else what llama.cpp takes instead."""
-    if columns % BLOCKS[kind] == 0:
-        return kind
-    if kind not in FALLBACKS:
+def fitting(name: str, wanted: str, columns: int) -> str:
+    """Returns the type itself if rows of `columns` weights fit its blocks, else llama.cpp's fallback.
+
+    Raises WeightError if llama.cpp has no fallback for the type.
+    """
+    if columns % BLOCKS[wanted] == 0:
+        return wanted
+    if wanted not in FALLBACKS:
         raise WeightError(
-            f"{name} has rows of {columns} weights, {kind} has blocks of {BLOCKS[kind]}, and llama.cpp falls back to "
-            "nothing from there",
+            f"{name} has rows of {columns} weights, {wanted} has blocks of {BLOCKS[wanted]}, and llama.cpp falls back "
+            "to nothing from there",
             fix="choose F16 or BF16 for this tensor in a recipe",
         )
-    return FALLBACKS[kind] if columns % BLOCKS[FALLBACKS[kind]] == 0 else "F16"
+    return FALLBACKS[wanted] if columns % BLOCKS[FALLBACKS[wanted]] == 0 else "F16"
 
 
 def _mixture(file_type: FileType, role: str, place: _Place) -> str:
     if BLOCKS[file_type.main] == 1:
         return file_type.main
-    rows = (*_tables()[0].get(role, ()), *file_type.rows.get(role, ()))
-    kind = next((kind for condition, kind in rows if CONDITIONS[condition](place)), file_type.main)
-    return "Q5_K" if role == "attn_v" and kind in ("Q3_K", "Q4_K") and place.model.large else kind
+    rows = (*EVERY.get(role, ()), *file_type.rows.get(role, ()))
+    chosen = next((row_type for condition, row_type in rows if CONDITIONS[condition](place)), file_type.main)
+    return "Q5_K" if role == "attn_v" and chosen in ("Q3_K", "Q4_K") and place.model.large else chosen
 
 
 def _role(name: str, tied: bool) -> str:
@@ -198,7 +196,7 @@ def _layer(name: str) -> int:
 
 
 def _quantizable(name: str, shape: Sequence[int]) -> bool:
-    """ggml does not count leading dimensions of 1: a matrix of one row is a vector."""
+    """Returns False for vectors; a matrix of one row is one, since ggml drops leading dimensions of 1."""
     return any(size > 1 for size in shape[:-1]) and not PLAIN.search(name)
 
 
@@ -209,18 +207,18 @@ def _file_type(name: str) -> FileType:
 
 
 def _checked(overrides: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    rules = tuple((pattern, kind.upper()) for pattern, kind in overrides)
-    for pattern, kind in rules:
-        if kind not in BLOCKS:
+    rules = tuple((pattern, override.upper()) for pattern, override in overrides)
+    for pattern, override in rules:
+        if override not in BLOCKS:
             raise RecipeError(
-                f"the type of {pattern} is {kind}, which is not written", fix=suggest(kind, tuple(BLOCKS))
+                f"the type of {pattern} is {override}, which Quantry does not write",
+                fix=suggest(override, tuple(BLOCKS)),
             )
     return rules
 
 
-@cache
 def _tables() -> tuple[Mapping[str, Rows], dict[str, FileType]]:
-    """The rows of every file type, and the file types."""
+    """Reads the rows that hold for every file type, and the file types."""
     tables = tomllib.loads(files("quantry.llamacpp").joinpath("mixtures.toml").read_text(encoding="utf-8"))
     every = tables.pop("every")
     return _rows(every), {
@@ -229,7 +227,9 @@ def _tables() -> tuple[Mapping[str, Rows], dict[str, FileType]]:
 
 
 def _rows(table: Mapping[str, list[list[str]]]) -> Mapping[str, Rows]:
-    return {role: tuple((condition, kind) for condition, kind in rows) for role, rows in table.items()}
+    return {role: tuple((condition, row_type) for condition, row_type in rows) for role, rows in table.items()}
 
 
-FILE_TYPES: Mapping[str, FileType] = _tables()[1]
+EVERY: Mapping[str, Rows]  # rows of every file type, tried before its own
+FILE_TYPES: Mapping[str, FileType]
+EVERY, FILE_TYPES = _tables()

@@ -1,7 +1,7 @@
 """A GGUF file loaded by llama.cpp itself, through the C API of the library inside xllamacpp: tokens and logits.
 
-Parameter structs change from version to version, but they travel in memory: each is declared larger than it is, filled
-by llama.cpp's own defaults, and only leading fields that have kept their place are set.
+Parameter structs change from version to version, but they are passed in memory: each is declared larger than it is and
+filled with llama.cpp's own defaults; only leading fields that never moved are set.
 """
 
 import ctypes
@@ -24,8 +24,10 @@ from quantry.errors import CheckpointError, ModelNotFoundError, QuantryError
 PIECE = 512  # tokens decoded at once: more would cost llama.cpp as many rows of logits
 ERROR = 4  # of enum ggml_log_level
 MIB = 1 << 20
-BUFFER = re.compile(r"(?P<kind>REPACK model|model|KV|RS|compute|output) buffer size = +(?P<size>[\d.]+) MiB")  # its log
-KINDS = {
+BUFFER = re.compile(
+    r"(?P<buffer>REPACK model|model|KV|RS|compute|output) buffer size = +(?P<size>[\d.]+) MiB"
+)  # in its log
+BUFFERS = {  # its name -> ours
     "model": "weights",
     "REPACK model": "repacked",  # copies in another order, for its kernels
     "KV": "kv_cache",
@@ -41,8 +43,8 @@ class _Params(ctypes.Structure):
     _fields_ = (("words", c_uint32 * 256),)
 
 
-class _Batch(ctypes.Structure):
-    """llama_batch: without positions and sequence ids llama.cpp goes on where it was, in sequence 0."""
+class LlamaBatch(ctypes.Structure):
+    """llama_batch: without positions and sequence ids llama.cpp appends to sequence 0."""
 
     _fields_ = (
         ("count", c_int32),
@@ -51,11 +53,11 @@ class _Batch(ctypes.Structure):
         ("positions", c_void_p),
         ("sequence_counts", c_void_p),
         ("sequences", c_void_p),
-        ("wanted", POINTER(c_int8)),  # whether each token's logits are wanted
+        ("wanted", POINTER(c_int8)),  # 1 for each token whose logits are wanted
     )
 
 
-FUNCTIONS: dict[str, tuple[Any, ...]] = {  # what each returns, then what it takes
+FUNCTIONS: dict[str, tuple[Any, ...]] = {  # the type each returns, then those it takes
     "llama_backend_init": (None,),
     "llama_log_set": (None, c_void_p, c_void_p),
     "llama_model_default_params": (_Params,),
@@ -73,25 +75,29 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {  # what each returns, then what it tak
     "llama_detokenize": (c_int32, c_void_p, POINTER(c_int32), c_int32, c_char_p, c_int32, c_bool, c_bool),
     "llama_get_memory": (c_void_p, c_void_p),
     "llama_memory_clear": (None, c_void_p, c_bool),
-    "llama_decode": (c_int32, c_void_p, _Batch),
+    "llama_decode": (c_int32, c_void_p, LlamaBatch),
     "llama_get_logits": (POINTER(c_float), c_void_p),
     "llama_free": (None, c_void_p),
     "llama_model_free": (None, c_void_p),
 }
 
 
-class Model:
-    """A loaded model. Every call starts from an empty context; close it, or use it in a `with` statement.
+class LlamaModel:
+    """A model loaded by llama.cpp; every call starts from an empty context.
 
-    `memory` is what llama.cpp said it took when it loaded: bytes of `weights`, of those `repacked`, of the `kv_cache`,
-    and for `compute` and `output`.
+        with LlamaModel("model.gguf") as model:
+            logits = model.logits(model.tokenize("Once upon a time"))
+
+    `memory` has the bytes that llama.cpp reported when it loaded: `weights`, copies of them in another order
+    (`repacked`), `kv_cache`, `compute` and `output`. Raises ModelNotFoundError if there is no such file and
+    CheckpointError if llama.cpp cannot load it.
     """
 
     def __init__(self, path: Path | str, context: int = 512, threads: int | None = None) -> None:
         file = Path(path)
         if not file.is_file():
             raise ModelNotFoundError(f"{file} is not a file", fix="give the path of a GGUF file")
-        self._api = _api()
+        self._api = api()
         _log.clear()
         _sizes.clear()
         model = self._api.llama_model_load_from_file(os.fsencode(file), self._api.llama_model_default_params())
@@ -118,45 +124,45 @@ class Model:
         return None if self._template is None else self._template.decode()
 
     def tokenize(self, text: str, special: bool = True) -> list[int]:
-        """Token ids, with those the model wants at the ends if `special`; special tokens in the text are recognized."""
+        """Returns token ids, with the model's first and last token if `special`; spelled-out ones are recognized."""
         self._open()
         data = text.encode()
-        ask = partial(self._api.llama_tokenize, self._vocabulary, data, len(data))
-        tokens = (c_int32 * -ask(None, 0, special, True))()  # without room it says how much it needs, as a negative
-        return list(tokens[: ask(tokens, len(tokens), special, True)])
+        fill = partial(self._api.llama_tokenize, self._vocabulary, data, len(data))
+        tokens = (c_int32 * -fill(None, 0, special, True))()  # without room it returns minus the room it needs
+        return list(tokens[: fill(tokens, len(tokens), special, True)])
 
     def detokenize(self, tokens: Sequence[int]) -> str:
-        """The text of token ids, special ones spelled out."""
+        """Returns the text of token ids, special ones spelled out."""
         self._open()
-        ask = partial(self._api.llama_detokenize, self._vocabulary, self._checked(tokens), len(tokens))
-        text = ctypes.create_string_buffer(1 - ask(None, 0, False, True))
-        size = ask(text, len(text), False, True)
+        fill = partial(self._api.llama_detokenize, self._vocabulary, self._checked(tokens), len(tokens))
+        text = ctypes.create_string_buffer(1 - fill(None, 0, False, True))
+        size = fill(text, len(text), False, True)
         return text.raw[:size].decode(errors="replace")
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """What follows each token: (tokens, vocabulary), before the softmax."""
+        """Returns the logits after each token, as (tokens, vocabulary)."""
         self._start(tokens, len(tokens))
-        found = np.empty((len(tokens), self.vocabulary), np.float32)
+        logits = np.empty((len(tokens), self.vocabulary), np.float32)
         for start, piece in self._pieces(tokens):
-            found[start : start + len(piece)] = self._decode(piece, all_logits=True)
-        return found
+            logits[start : start + len(piece)] = self._decode(piece, all_logits=True)
+        return logits
 
     def generate(self, tokens: Sequence[int], count: int) -> list[int]:
-        """The likeliest next tokens, at most `count`; ends before a token that ends the text."""
+        """Returns the likeliest next tokens, at most `count`, without the token that ends the text."""
         self._start(tokens, len(tokens) + count)
-        found: list[int] = []
+        generated: list[int] = []
         for _, piece in self._pieces(tokens):
             last = self._decode(piece, all_logits=False)
-        while len(found) < count:
+        while len(generated) < count:
             token = int(last[0].argmax())
             if self._api.llama_vocab_is_eog(self._vocabulary, token):
                 break
-            found.append(token)
+            generated.append(token)
             last = self._decode([token], all_logits=False)
-        return found
+        return generated
 
     def close(self) -> None:
-        """Frees the memory; a second time does nothing."""
+        """Frees the memory; a second call does nothing."""
         self._release()
 
     def __enter__(self) -> Self:
@@ -172,21 +178,21 @@ class Model:
             raise ValueError(f"{self.path} is closed")
 
     def _start(self, tokens: Sequence[int], total: int) -> None:
-        """Empties the context, once the tokens are known to fit."""
+        """Empties the context; raises QuantryError if the tokens do not fit."""
         self._open()
         self._checked(tokens)
         if not 0 < total <= self.context or not tokens:
             raise QuantryError(
-                f"{len(tokens)} tokens, {total} with what is to follow, do not fit a context of 1 to {self.context}",
+                f"{len(tokens)} tokens, {total} with the answer, do not fit a context of 1 to {self.context}",
                 fix="give fewer tokens, at least one, or open the model with a larger context",
             )
         self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
 
     def _checked(self, tokens: Sequence[int]) -> "ctypes.Array[c_int32]":
-        strange = next((token for token in tokens if not 0 <= token < self.vocabulary), None)
-        if strange is not None:
+        unknown = next((token for token in tokens if not 0 <= token < self.vocabulary), None)
+        if unknown is not None:
             raise QuantryError(
-                f"token {strange} is not in the vocabulary of {self.vocabulary} tokens of {self.path.name}",
+                f"token {unknown} is not in the vocabulary of {self.vocabulary} tokens of {self.path.name}",
                 fix="use the tokenizer of this model",
             )
         return (c_int32 * len(tokens))(*tokens)
@@ -196,10 +202,10 @@ class Model:
         return [(start, tokens[start : start + size]) for start in range(0, len(tokens), size)]
 
     def _decode(self, tokens: Sequence[int], all_logits: bool) -> NDArray[np.float32]:
-        """Appends tokens to the context; the logits after each of them, or after the last, until the next call."""
+        """Appends tokens and returns the logits after each, or after the last; they are valid until the next call."""
         count = len(tokens)
         wanted = (c_int8 * count)(*([all_logits] * (count - 1)), True)
-        batch = _Batch(count=count, tokens=(c_int32 * count)(*tokens), wanted=wanted)
+        batch = LlamaBatch(count=count, tokens=(c_int32 * count)(*tokens), wanted=wanted)
         _log.clear()
         if self._api.llama_decode(self._context, batch):
             raise _refused(self.path, f"does not take {count} tokens")
@@ -207,46 +213,46 @@ class Model:
         return np.ctypeslib.as_array(rows, (count if all_logits else 1, self.vocabulary))
 
 
-_log: deque[str] = deque(maxlen=16)  # the last errors llama.cpp told of
-_sizes: list[tuple[str, float]] = []  # the buffers it told of since a model was asked for, in MiB
+_log: deque[str] = deque(maxlen=16)  # the last errors that llama.cpp logged
+_sizes: list[tuple[str, float]] = []  # the buffers that it logged since the last load began, in MiB
 
 
 def _listen(level: int, text: bytes | None, _: Any) -> None:
-    """Takes llama.cpp's log instead of the terminal: errors for whoever has to explain one, and sizes of buffers."""
+    """Receives llama.cpp's log instead of the terminal; keeps errors, to explain a failure, and sizes of buffers."""
     words = (text or b"").decode(errors="replace").strip()
     if level == ERROR and words:
         _log.append(words)
-    elif found := BUFFER.search(words):
-        _sizes.append((KINDS[found["kind"]], float(found["size"])))
+    elif line := BUFFER.search(words):
+        _sizes.append((BUFFERS[line["buffer"]], float(line["size"])))
 
 
 def _memory() -> dict[str, int]:
-    """Bytes of all buffers of a kind, as far as MiB with two digits tell them."""
-    kinds = dict.fromkeys(kind for kind, _ in _sizes)
-    return {kind: round(MIB * sum(size for other, size in _sizes if other == kind)) for kind in kinds}
+    """Returns the bytes of all buffers by name, as exactly as MiB with two digits give them."""
+    names = dict.fromkeys(name for name, _ in _sizes)
+    return {name: round(MIB * sum(size for other, size in _sizes if other == name)) for name in names}
 
 
 _listener = ctypes.CFUNCTYPE(None, ctypes.c_int, c_char_p, c_void_p)(_listen)  # must live as long as the library
 
 
 @cache
-def _api() -> ctypes.CDLL:
-    """The library with its functions declared, started, and silent."""
+def api() -> ctypes.CDLL:
+    """Loads the library, declares its functions, silences its log and starts it."""
     from quantry.numerics.ggml.native import library
 
-    found = library()
+    native = library()
     for name, (returns, *takes) in FUNCTIONS.items():
-        if not hasattr(found, name):
+        function = getattr(native, name, None)
+        if function is None:
             raise QuantryError(f"the library of xllamacpp has no {name}", fix="pip install -U xllamacpp")
-        function = getattr(found, name)
         function.restype, function.argtypes = returns, takes
-    found.llama_log_set(ctypes.cast(_listener, c_void_p), None)
-    found.llama_backend_init()
-    return found
+    native.llama_log_set(ctypes.cast(_listener, c_void_p), None)
+    native.llama_backend_init()
+    return native
 
 
 def _refused(file: Path, what: str) -> CheckpointError:
-    words = next(iter(_log), "it gives no reason")  # what follows the first error only says that loading failed
+    words = next(iter(_log), "it gives no reason")  # later errors only say that loading failed
     reason = re.sub(r"^(\w+: |error loading model: )+", "", words)  # without the names of its functions
     return CheckpointError(f"{file} {what} in llama.cpp: {reason}", fix="write the file again, or update xllamacpp")
 

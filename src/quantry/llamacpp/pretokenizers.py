@@ -1,7 +1,8 @@
-"""What llama.cpp calls the way a byte-level BPE tokenizer cuts text before merging (`tokenizer.ggml.pre`).
+"""llama.cpp's names for the ways in which byte-level BPE cuts text before merging (`tokenizer.ggml.pre`).
 
-A tokenizer llama.cpp's authors have seen is known by a fingerprint, as in their converter; any other by the normalizer
-and pre-tokenizer of its tokenizer.json. Both are in pretokenizers.toml. Text that would be cut otherwise is refused.
+A tokenizer that llama.cpp's authors have seen is recognized by a fingerprint, as in their converter; any other by the
+normalizer and pre-tokenizer of its tokenizer.json. Both are in pretokenizers.toml. A tokenizer that cuts text in
+another way is refused.
 """
 
 import tomllib
@@ -16,38 +17,41 @@ from quantry.errors import CheckpointError
 from quantry.llamacpp.tokens import CARRY
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # the regex inside ByteLevel
-# llama.cpp composes no characters. Qwen, OLMo and Command R have NFC, and almost all text is composed already.
+# llama.cpp does not compose characters. Qwen, OLMo and Command R do (NFC), but almost all text is composed already.
 HARMLESS_NORMALIZERS = frozenset({"NFC"})
 
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """A row of the table: a name of llama.cpp and what comes with it."""
+    """A row of the table: a name of llama.cpp, its regexes and its habits."""
 
     name: str
     regexes: tuple[str, ...]
-    whole: bool = False  # a word that is in the vocabulary is taken whole, whatever the merges say
-    bos: bool = False  # the beginning-of-text token is added unless the file says no
+    whole: bool = False  # a word of the vocabulary is one token, whatever the merges say
+    bos: bool = False  # llama.cpp adds the beginning-of-text token unless the file says no
 
 
 def probe_text() -> str:
-    """The text whose token ids are a tokenizer's fingerprint."""
+    """Returns the text whose token ids are a tokenizer's fingerprint."""
     return str(_table()["text"])
 
 
 def by_fingerprint(tokens: Sequence[int]) -> str | None:
-    """The name of a tokenizer that gives these token ids for the probe text."""
+    """Returns the name of the tokenizer that encodes the probe text as these token ids."""
     return fingerprints().get(sha256(str(list(tokens)).encode()).hexdigest())
 
 
 @cache
 def fingerprints() -> dict[str, str]:
-    """Fingerprint -> name; MPT and OLMo have the same, and the later name is the one the converter gives."""
-    return {found: name for name, prints in _table()["fingerprints"].items() for found in prints}
+    """Maps fingerprints to names; MPT and OLMo share one, and the converter gives the later name."""
+    return {mark: name for name, marks in _table()["fingerprints"].items() for mark in marks}
 
 
 def by_cuts(tokenizer: Mapping[str, Any]) -> PreTokenizer:
-    """The row for a tokenizer.json, by its normalizer, its regexes and its merges."""
+    """Returns the row for a tokenizer.json, by its normalizer, regexes and merges.
+
+    Raises CheckpointError if no pre-tokenizer of llama.cpp does the same.
+    """
     _check_model(tokenizer)
     for step in flatten(tokenizer.get("normalizer"), "normalizers"):
         if step["type"] not in HARMLESS_NORMALIZERS:
@@ -74,7 +78,7 @@ def rows_of_table() -> tuple[PreTokenizer, ...]:
 
 
 def flatten(step: Mapping[str, Any] | None, key: str) -> Iterable[Mapping[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, out of its sequences."""
+    """Yields the steps of a normalizer or pre-tokenizer, with its sequences flattened."""
     if step is None:
         return
     if step.get("type") != "Sequence":
@@ -92,7 +96,7 @@ def _check_model(tokenizer: Mapping[str, Any]) -> None:
 
 
 def _cuts(steps: Iterable[Mapping[str, Any]]) -> Iterable[str]:
-    """Each step of a pre-tokenizer as the regex whose matches it sets apart."""
+    """Yields each step of a pre-tokenizer as the regex whose matches it isolates."""
     for step in steps:
         match step:
             case {"type": "ByteLevel", "add_prefix_space": True}:
@@ -111,14 +115,14 @@ def _cuts(steps: Iterable[Mapping[str, Any]]) -> Iterable[str]:
 
 
 def _sets_apart(step: Mapping[str, Any], regex: str) -> bool:
-    """Whether matches become pieces and nothing is lost: a regex that ends in `|\\s+` also leaves nothing between."""
+    """Returns True if matches become pieces and no text is lost: nothing lies between those of `...|\\s+`."""
     if step.get("invert", False):
         return step.get("behavior") in ("Removed", "Isolated") and regex.endswith(r"|\s+")
     return step.get("behavior") == "Isolated"
 
 
 def _unmade(tokenizer: Mapping[str, Any]) -> str | None:
-    """A token of several bytes that no merge makes, if there is one."""
+    """Returns a token of several bytes that no merge makes, or None."""
     added = {token["content"] for token in tokenizer.get("added_tokens", ())}
     made = {left + right for left, right in merge_pairs(tokenizer)}
     words = (word for word in tokenizer["model"]["vocab"] if len(word) > 1 and word not in added)
@@ -126,7 +130,7 @@ def _unmade(tokenizer: Mapping[str, Any]) -> str | None:
 
 
 def merge_pairs(tokenizer: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """The merges of a tokenizer.json, first to last; older files have them as one string with a space."""
+    """Yields the merges of a tokenizer.json in order; older files write a merge as one string with a space."""
     for merge in tokenizer["model"]["merges"]:
         left, right = merge.split(" ") if isinstance(merge, str) else merge
         yield left, right

@@ -1,7 +1,7 @@
-"""Tokenizers of the SentencePiece kind: pieces with scores, spaces as ▁, and bytes to fall back on.
+"""SentencePiece tokenizers: pieces with scores, spaces as ▁, and bytes to fall back on.
 
-From tokenizer.model where there is one, otherwise from a tokenizer.json that was made of it, whose merges give the
-scores. llama.cpp merges the two neighbours whose piece has the best score; it knows pieces, not pairs.
+They are read from tokenizer.model, or from a tokenizer.json that was made from one and whose merges give the scores.
+llama.cpp merges the two neighbours whose piece has the best score; it has no list of pairs.
 """
 
 import json
@@ -14,13 +14,16 @@ from sentencepiece import SentencePieceProcessor
 
 from quantry.errors import CheckpointError
 from quantry.llamacpp.pretokenizers import flatten, merge_pairs
-from quantry.llamacpp.tokens import ADDED_SCORE, CARRY, Files, Tokens, added
+from quantry.llamacpp.tokens import ADDED_SCORE, CARRY, TokenizerFiles, Tokens, added
 
-BPE = 2  # how a model was trained: 1 unigram, 2 BPE, 3 words, 4 characters
+BPE = 2  # a model type of SentencePiece: 1 unigram, 2 BPE, 3 words, 4 characters
 
 
-def load(files: Files) -> SentencePieceProcessor | None:
-    """tokenizer.model; None where there is none, or another file of that name beside a tokenizer.json (Llama 3)."""
+def load(files: TokenizerFiles) -> SentencePieceProcessor | None:
+    """Loads tokenizer.model; returns None if it is missing, or is another format beside a tokenizer.json (Llama 3).
+
+    Raises CheckpointError if it is unreadable and alone, or not BPE.
+    """
     if not files.has("tokenizer.model"):
         return None
     path = files.folder / "tokenizer.model"
@@ -34,16 +37,16 @@ def load(files: Files) -> SentencePieceProcessor | None:
             f"{path} is not a SentencePiece model, and there is no tokenizer.json",
             fix="save the tokenizer with transformers, which writes tokenizer.json",
         ) from error
-    if _training(data) != BPE:
+    if _model_type(data) != BPE:
         raise CheckpointError(f"{path} is not BPE but unigram: llama.cpp would merge its pieces by score", fix=CARRY)
     return model
 
 
-def from_model(files: Files, model: SentencePieceProcessor, *, phi3: bool = False) -> Tokens:
-    """The pieces of tokenizer.model and the tokens added to them; the converter has rules of its own for Phi-3."""
+def from_model(files: TokenizerFiles, model: SentencePieceProcessor, *, phi3: bool = False) -> Tokens:
+    """Returns the pieces of tokenizer.model and the added tokens; the converter has special rules for Phi-3."""
     tokens = Tokens(files.size or model.GetPieceSize())
     for number in range(model.GetPieceSize()):
-        tokens.put(number, model.IdToPiece(number), _type(model, number), model.GetScore(number))
+        tokens.put(number, model.IdToPiece(number), _token_type(model, number), model.GetScore(number))
     extra = files.read("added_tokens.json") if files.has("added_tokens.json") else {}
     for text, number in extra.items():
         if number < tokens.size:  # Gemma 3's text models have an image token without a row in the embedding
@@ -53,32 +56,32 @@ def from_model(files: Files, model: SentencePieceProcessor, *, phi3: bool = Fals
         listed += [(token["id"], token) for token in files.tokenizer.get("added_tokens", [])]
     for number, token in listed:
         if phi3:
-            kind = TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED
-            tokens.put(number, token["content"], kind)
+            token_type = TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED
+            tokens.put(number, token["content"], token_type)
         elif number < tokens.size:
             tokens.put(number, *added(token["content"], token.get("special", False)))
     return tokens
 
 
-def from_merges(files: Files) -> Tokens:
-    """The pieces of a tokenizer.json: a piece's score is the place of the first merge that makes it.
+def from_merges(files: TokenizerFiles) -> Tokens:
+    """Returns the pieces of a tokenizer.json; a piece's score is the place of the first merge that makes it.
 
-    llama.cpp's converter gives all of them one score here, with which llama.cpp merges from left to right, wrongly.
+    llama.cpp's converter gives all pieces the same score here, and llama.cpp then merges from left to right, wrongly.
     """
     pieces: Mapping[str, int] = files.tokenizer["model"]["vocab"]
     listed = files.tokenizer.get("added_tokens", [])
     scores = _scores(files.tokenizer, {token["content"] for token in listed})
     tokens = Tokens(files.size or 1 + max([*pieces.values(), *(token["id"] for token in listed)]))
     for text, number in pieces.items():
-        kind = TokenType.BYTE if re.fullmatch("<0x[0-9A-Fa-f]{2}>", text) else TokenType.NORMAL
-        tokens.put(number, text, kind, scores.get(text, ADDED_SCORE))
+        token_type = TokenType.BYTE if re.fullmatch("<0x[0-9A-Fa-f]{2}>", text) else TokenType.NORMAL
+        tokens.put(number, text, token_type, scores.get(text, ADDED_SCORE))
     for token in listed:
         tokens.put(token["id"], *added(token["content"], token.get("special", False)))
     return tokens
 
 
 def prepends_space(tokenizer: Mapping[str, Any]) -> bool:
-    """Whether text gets a space in front; a step that is not SentencePiece's is refused."""
+    """Returns True if text gets a space in front; raises CheckpointError for a step that is not SentencePiece's."""
     normalizer = flatten(tokenizer.get("normalizer"), "normalizers")
     pre_tokenizer = flatten(tokenizer.get("pre_tokenizer"), "pretokenizers")
     prepends = False
@@ -100,7 +103,7 @@ def prepends_space(tokenizer: Mapping[str, Any]) -> bool:
     return prepends
 
 
-def _type(model: SentencePieceProcessor, number: int) -> TokenType:
+def _token_type(model: SentencePieceProcessor, number: int) -> TokenType:
     if model.IsUnknown(number):
         return TokenType.UNKNOWN
     if model.IsControl(number):
@@ -111,7 +114,7 @@ def _type(model: SentencePieceProcessor, number: int) -> TokenType:
 
 
 def _scores(tokenizer: Mapping[str, Any], listed: set[str]) -> dict[str, float]:
-    """Minus the place of each merged piece among all; every pair that makes a piece must be a merge."""
+    """Returns minus the place of each merged piece; raises CheckpointError if a pair that makes a piece is no merge."""
     pieces, pairs = tokenizer["model"]["vocab"], dict.fromkeys(merge_pairs(tokenizer))
     scores: dict[str, float] = {}
     for left, right in pairs:
@@ -120,21 +123,21 @@ def _scores(tokenizer: Mapping[str, Any], listed: set[str]) -> dict[str, float]:
         for left, right in ((piece[:cut], piece[cut:]) for cut in range(1, len(piece))):
             if left in pieces and right in pieces and (left, right) not in pairs and not {left, right} & listed:
                 raise CheckpointError(
-                    f"tokenizer.json makes the token {piece[:40]!r} of other pairs and not of {left[:40]!r} and "
-                    f"{right[:40]!r}; llama.cpp would of both",
+                    f"tokenizer.json makes the token {piece[:40]!r} of other pairs, but not of {left[:40]!r} and "
+                    f"{right[:40]!r}; llama.cpp would make it of both",
                     fix=CARRY,
                 )
     return scores
 
 
-def _training(data: bytes) -> int:
-    """How a model was trained: field 3 of its field 2, unigram where nothing is said."""
+def _model_type(data: bytes) -> int:
+    """Returns the type of a model: field 3 of its field 2, 1 (unigram) if missing."""
     trainer = next((value for number, value in _fields(data) if number == 2), b"")
     return next((int(value) for number, value in _fields(trainer) if number == 3), 1)
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """The numbered fields of a protocol buffer: integers, and the bytes of everything else."""
+    """Yields the numbered fields of a protocol buffer: integers, and the bytes of everything else."""
     place = 0
     while place < len(data):
         key, place = _varint(data, place)

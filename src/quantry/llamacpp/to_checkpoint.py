@@ -1,8 +1,8 @@
-"""A checkpoint out of a GGUF file: its config.json, and the checkpoint tensors that each stored tensor goes back to.
+"""From a GGUF file back to a checkpoint: its config.json, and the checkpoint's tensors that each stored tensor holds.
 
-The way back is the inverse of families.py and targets.py, and is proven by going forth again: the config must give the
-key-values that the file has, and the checkpoint's tensors the file's own, by name and shape. What is particular to a
-checkpoint is in restoring.toml. All is decided from the header and a few small tensors.
+This is the inverse of families.py and tensor_map.py, and it is checked by going forward again: the new config must give
+the key-values of the file, and the checkpoint's tensors the names and shapes of the file's. Facts about single families
+are in to_checkpoint.toml. The header and a few small tensors decide everything.
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import Any
 from quantry.errors import CheckpointError, ConfigError, UnknownNameError
 from quantry.llamacpp.families import LAYER_LIMIT, YARN_KEYS, Facts, Family, facts, family
 from quantry.llamacpp.families import table as families
-from quantry.llamacpp.tensor_map import BLOCK, EMBEDDING, GENERATED, HEAD, OUTSIDE, SUFFIX, Target, targets
+from quantry.llamacpp.tensor_map import BLOCK, EMBEDDING, GENERATED, HEAD, OUTSIDE, SUFFIX, Target, shown, targets
 from quantry.types import TensorInfo
 
 Metadata = Mapping[str, Any]
@@ -26,65 +26,70 @@ AGAIN = "convert the original model to GGUF again"
 OTHER = "use the original checkpoint"
 TOKENS = "tokenizer.ggml.tokens"
 IDS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
-ROPE = ("rope_theta", "partial_rotary_factor")  # fields that belong to rope parameters
+ROPE = ("rope_theta", "partial_rotary_factor")  # fields of the rope parameters
 ORIGINAL = "original_max_position_embeddings"
-SILENT = ("file_type", "pooling_type")  # key-values that config.json has no field for
+SILENT = ("file_type", "pooling_type")  # key-values without a field in config.json
 DIGITS = 9  # of a layer's number: Python reads no more than 4300 as one
 LARGEST = 3.4e38  # of float32, nearly
 WORDS = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
 
 
 def config(metadata: Metadata, tensors: Sequence[TensorInfo], read: Read) -> dict[str, Any]:
-    """config.json in the words of transformers 5, but for the dtype; `read` gives the values of rope factors."""
+    """Returns config.json as transformers 5 writes it, without the dtype; `read` gives the values of rope factors.
+
+    Raises UnknownNameError for an unknown architecture, ConfigError or CheckpointError if the file is inconsistent or
+    transformers has no field for one of its key-values.
+    """
     row = _family(metadata, tensors)
     given = _given(metadata, row)
-    made = _fields(metadata, tensors, given, row)
+    fields = _fields(metadata, tensors, given, row)
     fixed = {name: values[0] for name, values in row.fixed.items() if values and name not in ROPE}
-    sizes = _facts({**made, **dict.fromkeys(fixed), **_placed(_plain_rope(given), given, row)})
-    made |= {name: sizes.get(value, value) if isinstance(value, str) else value for name, value in fixed.items()}
+    sizes = _facts({**fields, **dict.fromkeys(fixed), **_placed(_plain_rope(given), given, row)})
+    fields |= {name: sizes.get(value, value) if isinstance(value, str) else value for name, value in fixed.items()}
     if ORIGINAL in row.defaults:  # the family keeps it outside the rope parameters
-        made[ORIGINAL] = given.get("rope_scaling_orig_ctx_len", sizes["max_position_embeddings"])
+        fields[ORIGINAL] = given.get("rope_scaling_orig_ctx_len", sizes["max_position_embeddings"])
     rotated = given.get("rope_dimension_count") or sizes["head_size"]
     factors = {name: tuple(read(f"{name}.weight")) for name in _generated(tensors, rotated)}
-    made |= _placed(_rope(made, given, sizes, row, factors), given, row)
-    _check(made, metadata, row)
-    own = table()[row.name].get("fields", {})
-    return {own.get(name, name): value for name, value in made.items()}
+    fields |= _placed(_rope(fields, given, sizes, row, factors), given, row)
+    _check(fields, metadata, row)
+    names = table()[row.name].get("fields", {})
+    return {names.get(name, name): value for name, value in fields.items()}
 
 
 def originals(config: Mapping[str, Any], tensors: Sequence[TensorInfo]) -> list[tuple[TensorInfo, Target]]:
-    """Each tensor of the file with its target, whose sources say where it goes; rope factors go nowhere.
+    """Returns each tensor of the file with its target, whose sources are the checkpoint's tensors (rope factors: none).
 
-    A tensor's shape is the target's: GGUF may leave out leading dimensions of one.
+    Tensors get the shape of their target, since GGUF may drop leading dimensions of 1. Raises CheckpointError if names
+    or shapes are not those of the config.
     """
     row = family(config)
     sources = list(_sources(tensors, row))
     try:
-        found = {target.name: target for target in targets(config, sources)[0]}
+        by_name = {target.name: target for target in targets(config, sources)[0]}
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"the tensors of the file do not fit together: {error.problem}", fix=AGAIN) from error
-    odd = sorted(found.keys() ^ {tensor.name for tensor in tensors})
+    odd = sorted(by_name.keys() ^ {tensor.name for tensor in tensors})
     if odd:
-        which = "no" if odd[0] in found else "a"
+        which = "no" if odd[0] in by_name else "a"
         raise CheckpointError(f"the file has {which} {odd[0]}, unlike {row.name} with its metadata", fix=AGAIN)
-    return [(_fitted(tensor, found[tensor.name]), found[tensor.name]) for tensor in tensors]
+    return [(_fitted(tensor, by_name[tensor.name]), by_name[tensor.name]) for tensor in tensors]
 
 
 @cache
 def table() -> dict[str, Any]:
-    """The content of restoring.toml."""
+    """Returns the content of to_checkpoint.toml."""
     return tomllib.loads(files("quantry.llamacpp").joinpath("to_checkpoint.toml").read_text(encoding="utf-8"))
 
 
 def special_id(metadata: Metadata, key: str, size: int) -> int | None:
-    """The number of a special token; one that no token has counts as none, as for llama.cpp."""
+    """Returns the number of a special token; None if no token has it, as in llama.cpp."""
     name = f"tokenizer.ggml.{key}"
     value = _typed(metadata.get(name), name, int)
     return value if value is not None and 0 <= value < size else None
 
 
 def _fields(metadata: Metadata, tensors: Sequence[TensorInfo], given: Facts, row: Family) -> Facts:
-    """The fields that key-values, tensor names and shapes tell, but for rope."""
+    """Returns the fields that key-values, tensor names and shapes give, without those of rope."""
     rows = _vocabulary(metadata, tensors)
     return {
         "architectures": [row.name],
@@ -99,13 +104,13 @@ def _fields(metadata: Metadata, tensors: Sequence[TensorInfo], given: Facts, row
 
 
 def _family(metadata: Metadata, tensors: Sequence[TensorInfo]) -> Family:
-    """The table of families.toml that the file was written by: the first of the architecture with these tensors."""
+    """Returns the row of the architecture whose tensors of a layer are the file's."""
     architecture = metadata.get("general.architecture")
     rows = [family({"architectures": [name]}) for name, value in table().items() if "model_type" in value]
     named = [row for row in rows if row.architecture == architecture]
     if not named:
         raise UnknownNameError(
-            f"GGUF of architecture {str(architecture)[:40]!r} cannot be made a checkpoint: its config is not known",
+            f"GGUF of architecture {str(architecture)[:40]!r} cannot become a checkpoint: its config is not known",
             fix=f"known are {', '.join(sorted({row.architecture for row in rows}))}",
         )
     layer = {SUFFIX.sub("", block[2]) for tensor in tensors if (block := BLOCK.fullmatch(tensor.name))}
@@ -114,29 +119,29 @@ def _family(metadata: Metadata, tensors: Sequence[TensorInfo]) -> Family:
 
 @cache
 def _keys(architecture: str) -> dict[str, tuple[str, type]]:
-    """How GGUF names the key-values of families.toml, and what type each has, as the gguf library would write them."""
+    """Returns the full name and the type of each key-value of families.toml, as the gguf library writes them."""
     from gguf import GGUFValueType, GGUFWriter, PoolingType, RopeScalingType
 
     known = [family({"architectures": [name]}) for name in families() if name[0].isupper()]
     samples = {"rope_scaling_type": RopeScalingType.NONE, "pooling_type": PoolingType.NONE}
     types = {GGUFValueType.STRING: str, GGUFValueType.BOOL: bool, GGUFValueType.FLOAT32: float}
-    found = {}
+    keys = {}
     for key in dict.fromkeys(key for row in known for key in (*row.early, *row.keys)):
         writer = GGUFWriter(path=None, arch=architecture)
         getattr(writer, f"add_{key}")(samples.get(key, 1))
         name, entry = list(writer.kv_data[0].items())[-1]
-        found[key] = (name, types.get(entry.type, int))
-    return found
+        keys[key] = (name, types.get(entry.type, int))
+    return keys
 
 
 def _given(metadata: Metadata, row: Family) -> Facts:
-    """The fields of config.json that the file gives, and what llama.cpp takes for those that it need not."""
-    sources, kinds = families()["sources"], families()["fields"]
-    needed = {*kinds["required"], *row.required, *row.defaults} - {"vocab_size", row.every.get("off")}
+    """Returns the fields of config.json that the file gives, and llama.cpp's defaults for optional ones."""
+    sources, required = families()["sources"], families()["fields"]["required"]
+    needed = {*required, *row.required, *row.defaults} - {"vocab_size", row.every.get("off")}
     given: Facts = {}
     for key in (key for key in (*row.early, *row.keys) if key not in SILENT):
-        field, (name, kind) = sources.get(key, key), _keys(row.architecture)[key]
-        value = _typed(metadata.get(name), name, kind)
+        field, (name, value_type) = sources.get(key, key), _keys(row.architecture)[key]
+        value = _typed(metadata.get(name), name, value_type)
         if value or value is False:  # a count of 0 is none at all
             given[field] = value
         elif field in needed and field not in table()["absent"]:
@@ -146,13 +151,13 @@ def _given(metadata: Metadata, row: Family) -> Facts:
     return {**absent, **fixed, **given}
 
 
-def _typed(value: Any, name: str, kind: type) -> Any:
-    """A value of the type it must have, or none; a float32 as the shortest number that stands for it."""
+def _typed(value: Any, name: str, wanted: type) -> Any:
+    """Returns a value of the type it must have, or None; a float32 as the shortest number that rounds to it."""
     if value is None:
         return None
-    if type(value) not in ((int, float) if kind is float else (kind,)) or not _finite(value):
-        raise ConfigError(f"the file has {name} {str(value)[:40]!r}, not {WORDS[kind]}", fix=AGAIN)
-    return shortest(value) if kind is float else value
+    if type(value) not in ((int, float) if wanted is float else (wanted,)) or not _finite(value):
+        raise ConfigError(f"the file has {name} {str(value)[:40]!r}, not {WORDS[wanted]}", fix=AGAIN)
+    return shortest(value) if wanted is float else value
 
 
 def _finite(value: Any) -> bool:
@@ -160,7 +165,7 @@ def _finite(value: Any) -> bool:
 
 
 def shortest(value: float) -> float:
-    """1e-06 for 9.999999974752427e-07, which is what float32 makes of it."""
+    """Returns the shortest number that float32 rounds to this one: 1e-06 for 9.999999974752427e-07."""
     from numpy import float32
 
     single = float32(min(max(value, -LARGEST), LARGEST))
@@ -168,7 +173,7 @@ def shortest(value: float) -> float:
 
 
 def _vocabulary(metadata: Metadata, tensors: Sequence[TensorInfo]) -> int:
-    """The rows of the embedding, which are as many as tokens."""
+    """Returns the rows of the embedding; raises CheckpointError if there are not as many tokens."""
     rows = next((tensor.shape[0] for tensor in tensors if tensor.name == EMBEDDING and len(tensor.shape) == 2), None)
     if rows is None:
         raise CheckpointError(f"the file has no matrix {EMBEDDING}", fix=AGAIN)
@@ -179,7 +184,7 @@ def _vocabulary(metadata: Metadata, tensors: Sequence[TensorInfo]) -> int:
 
 
 def _layers(given: Facts, row: Family) -> Facts:
-    """The list that tells layers apart, where llama.cpp takes a pattern for granted."""
+    """Returns the list of layer types for families in which llama.cpp assumes a pattern."""
     count = given["num_hidden_layers"]
     if not row.every or not 0 < count <= LAYER_LIMIT:
         return {}
@@ -190,19 +195,19 @@ def _layers(given: Facts, row: Family) -> Facts:
 
 
 def _biases(tensors: Sequence[TensorInfo], row: Family) -> Facts:
-    """The fields that give tensors a bias; transformers has one in all tensors of a field or in none."""
+    """Returns the fields that give tensors a bias; transformers has one in all tensors of a field or in none."""
     own = table()[row.name]
-    found = {
+    biased = {
         SUFFIX.sub("", block[2])
         for tensor in tensors
         if (block := BLOCK.fullmatch(tensor.name)) and block[2].endswith(".bias")
     }
     fields = {name: set(_spelled_out(names)) for name, names in own.get("biases", {}).items()}
-    made = {name: bool(names & found) for name, names in fields.items()}
+    made = {name: bool(names & biased) for name, names in fields.items()}
     wanted = set(_spelled_out(own.get("biased", ()))).union(*(fields[name] for name, on in made.items() if on))
-    for name in sorted(wanted ^ found):
+    for name in sorted(wanted ^ biased):
         which = "no bias" if name in wanted else "a bias"
-        raise CheckpointError(f"the file has {which} of {name}: transformers' {row.name} cannot be so", fix=OTHER)
+        raise CheckpointError(f"the file has {which} of {name}, unlike any {row.name} of transformers", fix=OTHER)
     return made
 
 
@@ -219,11 +224,11 @@ def _facts(made: Mapping[str, Any]) -> Facts:
 
 
 def _generated(tensors: Sequence[TensorInfo], rotated: int) -> Iterator[str]:
-    """The names of the tensors of rope factors, one factor for each pair of rotated dimensions."""
+    """Yields the names of the tensors of rope factors; each has one factor for each pair of rotated dimensions."""
     for tensor in tensors:
         name = SUFFIX.sub("", tensor.name)
         if name in GENERATED and (tensor.dtype != "F32" or tensor.shape != (rotated // 2,)):
-            shape = f"{_shown(tensor.shape)} of {tensor.dtype}"
+            shape = f"{shown(tensor.shape)} of {tensor.dtype}"
             raise CheckpointError(f"{tensor.name} is {shape}, not {rotated // 2} of F32", fix=AGAIN)
         if name in GENERATED:
             yield name
@@ -234,21 +239,21 @@ def _plain_rope(given: Facts) -> Facts:
 
 
 def _placed(rope: Facts, given: Facts, row: Family) -> Facts:
-    """Rope parameters where transformers 5 looks for them."""
+    """Returns rope parameters where transformers 5 looks for them."""
     if row.layered_rope:
         local = {"rope_type": "default", "rope_theta": given["rope_local_base_freq"]}
         return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
     return {"rope_parameters": rope}
 
 
-def _rope(made: Facts, given: Facts, sizes: Facts, row: Family, factors: Mapping[str, tuple[float, ...]]) -> Facts:
-    """Rope parameters, from key-values and from tensors of factors."""
+def _rope(fields: Facts, given: Facts, sizes: Facts, row: Family, factors: Mapping[str, tuple[float, ...]]) -> Facts:
+    """Returns rope parameters from key-values and from tensors of factors."""
     rope = _plain_rope(given)
     if "partial_rotary_factor" in row.defaults:
         rope["partial_rotary_factor"] = given.get("rope_dimension_count", sizes["head_size"]) / sizes["head_size"]
     if "rope_freqs" in factors:
         for guess in _llama3(factors["rope_freqs"], rope["rope_theta"]):
-            if _gives(factors["rope_freqs"], {**made, **_placed({**rope, **guess}, given, row)}):
+            if _gives(factors["rope_freqs"], {**fields, **_placed({**rope, **guess}, given, row)}):
                 return {**rope, **guess}
         raise ConfigError("the file has rope factors that no rope of Llama 3 gives", fix=OTHER)
     if factors:
@@ -258,25 +263,25 @@ def _rope(made: Facts, given: Facts, sizes: Facts, row: Family, factors: Mapping
 
 
 def _scaled(given: Facts) -> Facts:
-    """Rope that is scaled by what key-values say."""
+    """Returns the parameters of a rope that key-values scale."""
     factor = given.get("rope_scaling_factor")
     made = {"rope_type": given["rope_scaling_type"], "factor": factor}
     if "rope_scaling_orig_ctx_len" in given:
         made[ORIGINAL] = given["rope_scaling_orig_ctx_len"]
     for key, names in YARN_KEYS.items():
-        if key in given:  # the second name is one that transformers does not heed, as llama.cpp does not heed the value
+        if key in given:  # transformers ignores the second name, and llama.cpp ignores the value
             heeded = len(names) == 1 or (factor and _same(given[key], 0.1 * math.log(factor) + 1, 1e-3))
             made[names[0] if heeded else names[-1]] = given[key]
     return made
 
 
 def _gives(factors: Sequence[float], made: Facts) -> bool:
-    found = _facts(made)["rope_freqs"]
-    return len(found) == len(factors) and all(map(_same, found, factors))
+    computed = _facts(made)["rope_freqs"]
+    return len(computed) == len(factors) and all(map(_same, computed, factors))
 
 
 def _llama3(factors: Sequence[float], theta: float) -> Iterator[Facts]:
-    """Parameters of Llama 3's rope that may have given these factors."""
+    """Yields parameters of Llama 3's rope that may have given these factors."""
     if factors and all(map(math.isfinite, factors)):
         for high, length in _guesses(factors, theta):
             yield {
@@ -289,7 +294,7 @@ def _llama3(factors: Sequence[float], theta: float) -> Iterator[Facts]:
 
 
 def _guesses(factors: Sequence[float], theta: float) -> Iterator[tuple[float, int]]:
-    """High frequency factors and original contexts.
+    """Yields guesses of the high frequency factor and the original context.
 
     Frequencies between the fast and the slow ones are a known blend, smooth = (context / wave - low) / (high - low):
     two of them give two of the three numbers. Only the ratios of the three count, and low is 1 in all models.
@@ -299,10 +304,10 @@ def _guesses(factors: Sequence[float], theta: float) -> Iterator[tuple[float, in
     blends = [(wave, (1 / factor - 1 / most) / (1 - 1 / most)) for wave, factor in waves if 1 < factor < most]
     highs = {4.0: None}
     if len(blends) > 1:
-        (fast, one), (slow, other) = blends[0], blends[-1]
-        slope = (one - other) / (1 / fast - 1 / slow)
-        if slope / fast > one:
-            highs[round(1 + 1 / (slope / fast - one), 3)] = None
+        (fast, first), (slow, last) = blends[0], blends[-1]
+        slope = (first - last) / (1 / fast - 1 / slow)
+        if slope / fast > first:
+            highs[round(1 + 1 / (slope / fast - first), 3)] = None
     for high in highs:
         for wave, smooth in blends[:1]:
             yield high, round(wave * (smooth * (high - 1) + 1))
@@ -313,15 +318,15 @@ def _guesses(factors: Sequence[float], theta: float) -> Iterator[tuple[float, in
 
 
 def _check(made: Facts, metadata: Metadata, row: Family) -> None:
-    """The config must say what the file says, in every key-value of the architecture."""
-    found, keys = _facts(made), _keys(row.architecture)
+    """Raises ConfigError if the config would not give every key-value of the file."""
+    model, keys = _facts(made), _keys(row.architecture)
     sources = {**families()["sources"], "key_length": "head_size", "value_length": "head_size"}
-    for key, (name, kind) in keys.items():
-        value = None if key in SILENT else _typed(metadata.get(name), name, kind)
-        mine = found.get(sources.get(key, key))
-        if (value or value is False) and not _same(value, "none" if mine is None and kind is str else mine):
+    for key, (name, value_type) in keys.items():
+        value = None if key in SILENT else _typed(metadata.get(name), name, value_type)
+        ours = model.get(sources.get(key, key))
+        if (value or value is False) and not _same(value, "none" if ours is None and value_type is str else ours):
             raise ConfigError(
-                f"the file has {name} {str(value)[:40]}, and {row.name} would have {str(mine)[:40]}", fix=OTHER
+                f"the file has {name} {str(value)[:40]}, and {row.name} would have {str(ours)[:40]}", fix=OTHER
             )
     known = {name for name, _ in keys.values()}
     for name in metadata:
@@ -330,24 +335,24 @@ def _check(made: Facts, metadata: Metadata, row: Family) -> None:
             raise ConfigError(f"the file has {name[:80]}, which config.json of {row.name} cannot say", fix=OTHER)
 
 
-def _same(one: Any, other: Any, tolerance: float = 1e-6) -> bool:
-    """Equal, or numbers that differ by no more than a few float32 roundings (6e-8 each)."""
-    if isinstance(one, float) and isinstance(other, int | float):
-        return math.isclose(one, other, rel_tol=tolerance)
-    return bool(one == other)
+def _same(a: Any, b: Any, tolerance: float = 1e-6) -> bool:
+    """Returns True for equal values, and for numbers that differ by a few float32 roundings (6e-8 each) at most."""
+    if isinstance(a, float) and isinstance(b, int | float):
+        return math.isclose(a, b, rel_tol=tolerance)
+    return bool(a == b)
 
 
 def _sources(tensors: Sequence[TensorInfo], row: Family) -> Iterator[TensorInfo]:
-    """The tensors of the checkpoint, by name and shape."""
-    found: dict[str, tuple[int, ...]] = {}
+    """Yields the tensors of the checkpoint, with name and shape only."""
+    shapes: dict[str, tuple[int, ...]] = {}
     for tensor in tensors:
         if not tensor.numel:
-            raise CheckpointError(f"the file has nothing in {tensor.name[:80]} ({_shown(tensor.shape)})", fix=AGAIN)
+            raise CheckpointError(f"{tensor.name[:80]} of the file is empty ({shown(tensor.shape)})", fix=AGAIN)
         if SUFFIX.sub("", tensor.name) not in GENERATED:
             name, rank = _source(tensor.name, row)
             shape = _whole(tensor.shape, rank)
-            found[name] = _stacked(found[name], shape) if name in found else shape
-    for name, shape in found.items():
+            shapes[name] = _stacked(shapes[name], shape) if name in shapes else shape
+    for name, shape in shapes.items():
         if len(shape) == 3 and ".experts." in name:
             for expert in range(shape[0]):
                 yield TensorInfo(name.replace(".experts.", f".experts.{expert}."), "BF16", shape[1:], "", 0, 0)
@@ -356,7 +361,7 @@ def _sources(tensors: Sequence[TensorInfo], row: Family) -> Iterator[TensorInfo]
 
 
 def _source(name: str, row: Family) -> tuple[str, int]:
-    """The checkpoint's name of a tensor, and how many dimensions it has."""
+    """Returns the checkpoint's name of a tensor, and its number of dimensions."""
     block = BLOCK.fullmatch(name)
     leaf = block[2] if block else name
     base = SUFFIX.sub("", leaf)
@@ -368,7 +373,7 @@ def _source(name: str, row: Family) -> tuple[str, int]:
 
 
 def _stacked(upper: tuple[int, ...], lower: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of two matrices, or stacks of them, that lie one above the other."""
+    """Returns the shape of two matrices, or stacks of them, one above the other."""
     rows = max(len(upper) - 2, 0)
     return (*upper[:rows], upper[rows] + lower[rows] if rows < len(lower) else 0, *upper[rows + 1 :])
 
@@ -376,16 +381,12 @@ def _stacked(upper: tuple[int, ...], lower: tuple[int, ...]) -> tuple[int, ...]:
 def _fitted(tensor: TensorInfo, target: Target) -> TensorInfo:
     if _whole(tensor.shape, len(target.shape)) != target.shape:
         raise CheckpointError(
-            f"{tensor.name} is {_shown(tensor.shape)}, and by the metadata it would be {_shown(target.shape)}",
+            f"{tensor.name} is {shown(tensor.shape)}, and by the metadata it would be {shown(target.shape)}",
             fix=AGAIN,
         )
     return replace(tensor, shape=target.shape)
 
 
 def _whole(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """A shape with the leading ones that GGUF writers may leave out."""
+    """Returns a shape with the leading ones that GGUF writers may drop."""
     return (1,) * (rank - len(shape)) + shape
-
-
-def _shown(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape)) or "a single number"

@@ -1,8 +1,8 @@
-"""The tokenizer of a GGUF file as files of a checkpoint: tokenizer.json and its config, and generation_config.json.
+"""From the tokenizer of a GGUF file back to files: tokenizer.json, tokenizer_config.json and generation_config.json.
 
-Byte-level BPE comes back from tokens and merges, cut by the regexes of its pre-tokenizer; SentencePiece as BPE of
-pieces with bytes to fall back on, where a piece's score gives the order of the merges that make it. Control tokens
-become special ones, user-defined ones added ones. What a file does not tell, or not without doubt, is refused.
+Byte-level BPE is made of tokens and merges and cut by the regexes of its pre-tokenizer. SentencePiece becomes BPE of
+pieces that falls back on bytes; a piece's score gives the order of the merges that make it. Control tokens become
+special tokens, user-defined ones added tokens. A file that leaves something open is refused.
 """
 
 import json
@@ -21,7 +21,7 @@ from quantry.llamacpp.pretokenizers import PreTokenizer, rows_of_table
 from quantry.llamacpp.to_checkpoint import AGAIN, OTHER, Metadata, shortest, special_id, table
 
 Key = Keys.Tokenizer
-NAMES = {  # of tokens in tokenizer_config.json -> key
+NAMES = {  # a token in tokenizer_config.json -> its key
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
@@ -29,13 +29,13 @@ NAMES = {  # of tokens in tokenizer_config.json -> key
     "pad_token": "padding_token_id",
     "mask_token": "mask_token_id",
 }
-ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of an answer
-SPACE = "▁"  # what SentencePiece has for a space
+ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # tokens that end an answer
+SPACE = "▁"  # stands for a space in SentencePiece
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a file that a tokenizer may give; rows of padding are left out."""
+    """The tokens of a file, without rows of padding."""
 
     metadata: Metadata
     texts: Mapping[int, str]
@@ -46,9 +46,9 @@ class Vocabulary:
         return {text: number for number, text in self.texts.items()}
 
     def special(self, key: str) -> int | None:
-        """The number of a special token that is there."""
-        found = special_id(self.metadata, key, 1 << 32)
-        return found if found in self.texts else None
+        """Returns the number of a special token, or None if the file has none."""
+        number = special_id(self.metadata, key, 1 << 32)
+        return number if number in self.texts else None
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.metadata.get(key, default)
@@ -61,29 +61,29 @@ class Vocabulary:
 
 
 def tokenizer(metadata: Metadata) -> dict[str, bytes]:
-    """The files of the tokenizer by name."""
-    kind = metadata.get(Key.MODEL)
-    if kind not in ("gpt2", "llama"):
+    """Returns the tokenizer's files by name; raises CheckpointError if the GGUF file leaves something open."""
+    model = metadata.get(Key.MODEL)
+    if model not in ("gpt2", "llama"):
         raise CheckpointError(
-            f"the file has a tokenizer of the kind {str(kind)[:40]!r}: only byte-level BPE (gpt2) and SentencePiece"
-            " (llama) come back",
+            f"the file has a tokenizer of type {str(model)[:40]!r}: only byte-level BPE (gpt2) and SentencePiece"
+            " (llama) can be restored",
             fix=OTHER,
         )
-    words = _vocabulary(metadata, pieces=kind == "llama")
+    words = _vocabulary(metadata, pieces=model == "llama")
     try:
-        made, ends = _made(words, byte_level=kind == "gpt2")
+        made, ends = _made(words, byte_level=model == "gpt2")
         text = made.to_str(pretty=True)
     except CheckpointError:
         raise
-    except Exception as error:  # the library has no class of its own for it
-        raise CheckpointError(f"the tokenizer of the file does not hold: {str(error)[:120]}", fix=AGAIN) from error
+    except Exception as error:  # the library raises a plain Exception
+        raise CheckpointError(f"the tokenizer of the file cannot be built: {str(error)[:120]}", fix=AGAIN) from error
     others = {"tokenizer_config.json": _settings(words, ends), "generation_config.json": _generation(words)}
     written = {name: json.dumps(content, ensure_ascii=False, indent=2) for name, content in others.items() if content}
     return {name: content.encode() for name, content in {"tokenizer.json": text, **written}.items()}
 
 
 def _made(words: Vocabulary, byte_level: bool) -> tuple[Tokenizer, dict[str, bool]]:
-    """The tokenizer, and whether texts begin and end with tokens of their own."""
+    """Returns the tokenizer, and whether it adds a first (bos) and a last (eos) token to texts."""
     made, bos = _byte_level(words) if byte_level else _pieces(words)
     wanted = {"bos": bos, "eos": words.flag(Key.ADD_EOS, False)}
     ends = {name: on and words.special(f"{name}_token_id") is not None for name, on in wanted.items()}
@@ -96,35 +96,36 @@ def _vocabulary(metadata: Metadata, pieces: bool) -> Vocabulary:
     texts = _array(metadata, Key.LIST, str)
     types = _array(metadata, Key.TOKEN_TYPE, int, len(texts))
     known = set(TokenType)
-    for number, kind in enumerate(types):
-        if kind not in known:
-            raise CheckpointError(f"the file has token {number} of type {kind}, which is not known", fix=AGAIN)
+    for number, token_type in enumerate(types):
+        if token_type not in known:
+            raise CheckpointError(f"the file has token {number} of type {token_type}, which is not known", fix=AGAIN)
     numbers: dict[str, int] = {}
-    for number, (text, kind) in enumerate(zip(texts, types, strict=True)):
-        if kind == TokenType.UNUSED and text == f"[PAD{number}]":
+    for number, (written, token_type) in enumerate(zip(texts, types, strict=True)):
+        if token_type == TokenType.UNUSED and written == f"[PAD{number}]":
             continue
-        if pieces and kind == TokenType.USER_DEFINED and not text.strip(" "):
-            text = text.replace(" ", SPACE)  # so that it is found in text whose spaces are replaced
+        spaces = pieces and token_type == TokenType.USER_DEFINED and not written.strip(" ")
+        text = written.replace(" ", SPACE) if spaces else written  # matches text whose spaces are replaced
         if numbers.setdefault(text, number) != number:
             raise CheckpointError(f"tokens {numbers[text]} and {number} are both {text[:40]!r}", fix=AGAIN)
-    found = {number: text for text, number in numbers.items()}
-    return Vocabulary(metadata, found, {number: TokenType(types[number]) for number in found})
+    kept = {number: text for text, number in numbers.items()}
+    return Vocabulary(metadata, kept, {number: TokenType(types[number]) for number in kept})
 
 
-def _array(metadata: Metadata, name: str, kind: type, count: int | None = None) -> Sequence[Any]:
+def _array(metadata: Metadata, name: str, item_type: type, count: int | None = None) -> Sequence[Any]:
     values = metadata.get(name)
     if not isinstance(values, tuple):
         raise CheckpointError(f"the file has {'no' if values is None else 'no list of'} {name}", fix=AGAIN)
     for value in values:
-        if type(value) is not kind:
-            raise CheckpointError(f"the file has {str(value)[:40]!r} in {name}, a list of {kind.__name__}", fix=AGAIN)
+        if type(value) is not item_type:
+            wanted = f"a list of {item_type.__name__}"
+            raise CheckpointError(f"the file has {str(value)[:40]!r} in {name}, {wanted}", fix=AGAIN)
     if count is not None and len(values) != count:
         raise CheckpointError(f"the file has {count} tokens and {len(values)} items in {name}", fix=AGAIN)
     return values
 
 
 def _byte_level(words: Vocabulary) -> tuple[Tokenizer, bool]:
-    """Byte-level BPE, and whether text begins with a token of its own."""
+    """Returns byte-level BPE, and True if it adds a first token to texts."""
     row = _pre_tokenizer(words.metadata.get(Key.PRE))
     merges = [_pair(merge) for merge in _array(words.metadata, Key.MERGES, str)]
     made = Tokenizer(BPE(words.numbers, merges, ignore_merges=row.whole))
@@ -138,12 +139,12 @@ def _byte_level(words: Vocabulary) -> tuple[Tokenizer, bool]:
 
 
 def _pre_tokenizer(name: Any) -> PreTokenizer:
-    """The regexes by a name of llama.cpp, some of which mean the same."""
+    """Returns the row of a name of llama.cpp; some names mean the same regexes."""
     same = {other: own for own, others in table()["tokenizer"]["same"].items() for other in others}
     rows = {row.name: row for row in reversed(rows_of_table())}
     if not isinstance(name, str) or same.get(name, name) not in rows:
-        told = "does not say how it cuts text" if name in (None, "default") else f"cuts text as {str(name)[:40]!r}"
-        raise CheckpointError(f"the tokenizer of the file {told}: no regex is known for that", fix=OTHER)
+        cuts = "does not say how it cuts text" if name in (None, "default") else f"cuts text as {str(name)[:40]!r}"
+        raise CheckpointError(f"the tokenizer of the file {cuts}: no regex is known for that", fix=OTHER)
     return rows[same.get(name, name)]
 
 
@@ -155,7 +156,7 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _pieces(words: Vocabulary) -> tuple[Tokenizer, bool]:
-    """SentencePiece as BPE, and whether text begins with a token of its own."""
+    """Returns SentencePiece as BPE, and True if it adds a first token to texts."""
     unknown = next((text for _, text in words.chosen(TokenType.UNKNOWN)), None)
     model = BPE(words.numbers, list(_merges(words)), unk_token=unknown, fuse_unk=True, byte_fallback=True)
     made = Tokenizer(model)
@@ -171,9 +172,9 @@ def _pieces(words: Vocabulary) -> tuple[Tokenizer, bool]:
 
 
 def _merges(words: Vocabulary) -> Iterator[tuple[str, str]]:
-    """All pairs of pieces that make a piece, the best score first, as SentencePiece merges.
+    """Yields all pairs of pieces that make a piece, the best score first, as SentencePiece merges.
 
-    User-defined pieces are found before anything is merged, so they need no merges; but for runs of spaces, which are
+    User-defined pieces are found before anything is merged and need no merges, except runs of spaces, which are
     replaced only then: they go first.
     """
     scores = _array(words.metadata, Key.SCORES, float, len(_array(words.metadata, Key.LIST, str)))
@@ -193,7 +194,7 @@ def _merges(words: Vocabulary) -> Iterator[tuple[str, str]]:
 
 
 def _add_tokens(made: Tokenizer, words: Vocabulary) -> None:
-    """Control tokens, the unknown one and user-defined ones as added tokens, found before text is cut."""
+    """Adds control, unknown and user-defined tokens as added tokens, which are found before text is cut."""
     swallow = None
     if words.metadata[Key.MODEL] == "llama":
         swallow = table()["tokenizer"]["swallow"].get(words.metadata.get(Keys.General.ARCHITECTURE))
@@ -212,7 +213,7 @@ def _add_tokens(made: Tokenizer, words: Vocabulary) -> None:
 
 
 def _post_processor(words: Vocabulary, ends: Mapping[str, bool], byte_level: bool) -> Any:
-    """Puts the tokens around a text that the file wants there."""
+    """Returns the step that puts the first and last token around a text."""
     steps: list[Any] = [processors.ByteLevel(trim_offsets=False)] if byte_level else []
     numbers = {name: words.special(f"{name}_token_id") for name, on in ends.items() if on}
     named = {name: words.texts[number] for name, number in numbers.items() if number is not None}
@@ -229,18 +230,18 @@ def _post_processor(words: Vocabulary, ends: Mapping[str, bool], byte_level: boo
 
 
 def _settings(words: Vocabulary, ends: Mapping[str, bool]) -> dict[str, Any]:
-    """tokenizer_config.json."""
-    found = {name: words.special(key) for name, key in NAMES.items()}
+    """Returns the content of tokenizer_config.json."""
+    special = {name: words.special(key) for name, key in NAMES.items()}
     context = words.metadata.get(f"{words.metadata.get(Keys.General.ARCHITECTURE)}.context_length")
     template = _template(words.metadata)
-    said = {"add_bos_token": Key.ADD_BOS, "add_eos_token": Key.ADD_EOS, "add_prefix_space": Key.ADD_PREFIX}
+    keys = {"add_bos_token": Key.ADD_BOS, "add_eos_token": Key.ADD_EOS, "add_prefix_space": Key.ADD_PREFIX}
     flags = {
         "add_prefix_space": words.flag(Key.ADD_PREFIX, True),
         **{f"add_{name}_token": on for name, on in ends.items()},
     }
     return {
-        **{name: on for name, on in flags.items() if said[name] in words.metadata},
-        **{name: words.texts[number] if number is not None else None for name, number in found.items()},
+        **{name: on for name, on in flags.items() if keys[name] in words.metadata},
+        **{name: words.texts[number] if number is not None else None for name, number in special.items()},
         "clean_up_tokenization_spaces": False,
         **({"chat_template": template} if template else {}),
         **({"model_max_length": context} if type(context) is int else {}),
@@ -249,18 +250,18 @@ def _settings(words: Vocabulary, ends: Mapping[str, bool]) -> dict[str, Any]:
 
 
 def _template(metadata: Metadata) -> str | list[dict[str, str]] | None:
-    """The chat template, or all of them where there are several."""
-    names = metadata.get(Key.CHAT_TEMPLATES)
-    names = names if isinstance(names, tuple) else ()
+    """Returns the chat template, or a list of all if there are several."""
+    listed = metadata.get(Key.CHAT_TEMPLATES)
+    names = listed if isinstance(listed, tuple) else ()
     keys = {"default": Key.CHAT_TEMPLATE, **{str(name): Key.CHAT_TEMPLATE_N.format(name=name) for name in names}}
-    found = {name: str(metadata[key]) for name, key in keys.items() if key in metadata}
-    if list(found) == ["default"]:
-        return found["default"]
-    return [{"name": name, "template": text} for name, text in found.items()] or None
+    templates = {name: str(metadata[key]) for name, key in keys.items() if key in metadata}
+    if list(templates) == ["default"]:
+        return templates["default"]
+    return [{"name": name, "template": text} for name, text in templates.items()] or None
 
 
 def _generation(words: Vocabulary) -> dict[str, Any]:
-    """generation_config.json: where to begin and end, and how to sample."""
+    """Returns the content of generation_config.json: first and last tokens, and how to sample."""
     ends = list(dict.fromkeys(number for key in ENDS if (number := words.special(key)) is not None))
     ids = {
         "bos_token_id": words.special("bos_token_id"),

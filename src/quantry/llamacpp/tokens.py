@@ -1,4 +1,4 @@
-"""The tokens of a GGUF file: text, type and score of each, and the tokenizer files they come from."""
+"""The tokens of a GGUF file: text, type and score of each, and the tokenizer files that give them."""
 
 import json
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ COPY = "copy it again from the original checkpoint"
 CARRY = "use a format that carries tokenizer.json along, such as compressed-tensors"
 LIMIT = 10_000_000  # tokens; the largest vocabularies have 262,208
 UNUSED_SCORE, ADDED_SCORE = -10000.0, -1000.0
-# added tokens that are not marked as special and are all the same: in Gemma, DeepSeek Coder and Command R
+# added tokens of Gemma, DeepSeek Coder and Command R that are special although they are not marked so
 LOOK_SPECIAL = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
 ENDS_OF_SPECIAL = (("<|", "|>"), ("<｜", "｜>"), ("<unused", ">"))
 
 
 @dataclass(frozen=True)
-class Files:
-    """The folder of a checkpoint, and what its config says of the tokenizer."""
+class TokenizerFiles:
+    """The folder of a checkpoint, and what its config says about the tokenizer."""
 
     folder: Path
     architecture: str
@@ -43,15 +43,16 @@ class Files:
     def read(self, name: str) -> dict[str, Any]:
         path = self.folder / name
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read: {str(error)[:120]}", fix=COPY) from error
-        if not isinstance(found, dict):
+        if not isinstance(content, dict):
             raise CheckpointError(f"{path} holds no JSON object", fix=COPY)
-        return found
+        return content
 
 
-def files_of(folder: Path, config: Mapping[str, Any]) -> Files:
+def files_of(folder: Path, config: Mapping[str, Any]) -> TokenizerFiles:
+    """Returns the tokenizer files of a checkpoint; raises ConfigError if its vocabulary has an impossible size."""
     names, inner = config.get("architectures"), config.get("text_config")
     architecture = str(names[0]) if isinstance(names, list) and names else ""
     text = {**config, **inner} if isinstance(inner, Mapping) else config
@@ -60,12 +61,12 @@ def files_of(folder: Path, config: Mapping[str, Any]) -> Files:
         size = family(config).defaults.get("vocab_size")
     if size is not None and (type(size) is not int or not 0 < size <= LIMIT):
         raise ConfigError(f"config has vocab_size {str(size)[:40]}, not 1 to {LIMIT}", fix="restore config.json")
-    return Files(folder, architecture, size)
+    return TokenizerFiles(folder, architecture, size)
 
 
 @dataclass(slots=True)
 class Tokens:
-    """What the file says of each token; a row of the embedding that no token has is padding."""
+    """Text, type and score of each token; a row of the embedding without a token is padding."""
 
     size: int
     texts: list[bytes] = field(init=False)
@@ -77,16 +78,16 @@ class Tokens:
         self.scores = [UNUSED_SCORE] * self.size
         self.types = [TokenType.UNUSED] * self.size
 
-    def put(self, number: int, text: str, kind: TokenType, score: float = ADDED_SCORE) -> None:
+    def put(self, number: int, text: str, token_type: TokenType, score: float = ADDED_SCORE) -> None:
         if not 0 <= number < self.size:
             raise CheckpointError(
-                f"the tokenizer has the token {text[:40]!r} with the number {number}, and the model {self.size} tokens",
+                f"the tokenizer gives {text[:40]!r} the number {number}, and the model has {self.size} tokens",
                 fix="restore the tokenizer files that belong to the model, or enlarge its embedding",
             )
-        self.texts[number], self.types[number], self.scores[number] = text.encode(), kind, score
+        self.texts[number], self.types[number], self.scores[number] = text.encode(), token_type, score
 
     def check(self) -> None:
-        """Refuses two tokens of one text: llama.cpp ends the process over them."""
+        """Raises CheckpointError if two tokens have the same text: llama.cpp would end the process."""
         if len(set(self.texts)) < self.size:
             first = {text: number for number, text in reversed(list(enumerate(self.texts)))}
             number, text = next((number, text) for number, text in enumerate(self.texts) if first[text] != number)
@@ -94,6 +95,6 @@ class Tokens:
 
 
 def added(text: str, special: bool) -> tuple[str, TokenType]:
-    """The text and the type of an added token; llama.cpp looks for it before it replaces spaces."""
+    """Returns the text and type of an added token; llama.cpp looks for it before it replaces spaces."""
     looks = text in LOOK_SPECIAL or any(text.startswith(a) and text.endswith(b) for a, b in ENDS_OF_SPECIAL)
     return (text, TokenType.CONTROL) if special or looks else (text.replace("▁", " "), TokenType.USER_DEFINED)

@@ -1,7 +1,7 @@
 """The tokenizer of a checkpoint as the key-values `tokenizer.*` of a GGUF file, as llama.cpp's converter writes them.
 
-Which keys there are, and what counts as a control token, differs with the architecture. A tokenizer that llama.cpp
-cannot run as it is gets refused, and the reason said.
+The keys, and which tokens count as control tokens, depend on the architecture. A tokenizer that llama.cpp cannot
+reproduce is refused with the reason.
 """
 
 import logging
@@ -14,10 +14,10 @@ import gguf
 
 from quantry.errors import CheckpointError
 from quantry.llamacpp import bytelevel, sentencepieces
-from quantry.llamacpp.tokens import Files, Tokens, files_of
+from quantry.llamacpp.tokens import TokenizerFiles, Tokens, files_of
 
 OTHER_FILES = ("tekken.json", "tiktoken.model", "qwen.tiktoken", "vocab.json", "vocab.txt", "spiece.model")
-CODE_LLAMA, STARCODER = 32016, 49152  # vocabulary sizes by which the converter knows them
+CODE_LLAMA, STARCODER = 32016, 49152  # vocabulary sizes by which the converter recognizes them
 CODE_LLAMA_IDS = {"prefix": 32007, "suffix": 32008, "middle": 32009, "eot": 32010}
 GEMMA_IDS = {"prefix": 67, "suffix": 69, "middle": 68, "fsep": 70, "eot": 107}
 LLAMAS = (
@@ -36,24 +36,27 @@ LLAMAS = (
     "GraniteMoeSharedForCausalLM",
 )
 GEMMAS = ("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
-Route = Callable[[gguf.GGUFWriter, Files], None]
+Route = Callable[[gguf.GGUFWriter, TokenizerFiles], None]
 PHIS = ("Phi3ForCausalLM", "PhiMoEForCausalLM")
 
 
 def describe(writer: gguf.GGUFWriter, folder: Path, config: Mapping[str, Any]) -> None:
-    """Adds the tokenizer's key-values; the tokens are as many as the embedding has rows by the config's vocab_size."""
+    """Adds the tokenizer's key-values; there are as many tokens as the config's vocab_size.
+
+    Raises CheckpointError if the tokenizer files are missing, damaged or not of a type that llama.cpp runs.
+    """
     files = files_of(folder, config)
     try:
         with _quiet():
             route(files.architecture)(writer, files)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise CheckpointError(
-            f"the tokenizer files in {folder} are not as they should be ({type(error).__name__}: {str(error)[:80]})",
+            f"the tokenizer files in {folder} are damaged ({type(error).__name__}: {str(error)[:80]})",
             fix="copy them again from the original checkpoint",
         ) from error
 
 
-def _plain(writer: gguf.GGUFWriter, files: Files) -> None:
+def _plain(writer: gguf.GGUFWriter, files: TokenizerFiles) -> None:
     if (model := sentencepieces.load(files)) is not None:
         _add_pieces(writer, files, sentencepieces.from_model(files, model))
         return
@@ -67,7 +70,7 @@ def _plain(writer: gguf.GGUFWriter, files: Files) -> None:
     _add_pieces(writer, files, sentencepieces.from_merges(files))
 
 
-def _llama(writer: gguf.GGUFWriter, files: Files) -> None:
+def _llama(writer: gguf.GGUFWriter, files: TokenizerFiles) -> None:
     if (prefix := files.settings.get("add_prefix_space")) is not None:
         writer.add_add_space_prefix(prefix)
     _plain(writer, files)
@@ -77,7 +80,7 @@ def _llama(writer: gguf.GGUFWriter, files: Files) -> None:
         writer.add_add_bos_token(False)
 
 
-def _gemma(writer: gguf.GGUFWriter, files: Files) -> None:
+def _gemma(writer: gguf.GGUFWriter, files: TokenizerFiles) -> None:
     _plain(writer, files)
     if files.architecture == "GemmaForCausalLM":
         _add_special(writer, files, ids=GEMMA_IDS, template=False)
@@ -85,7 +88,7 @@ def _gemma(writer: gguf.GGUFWriter, files: Files) -> None:
         writer.add_add_space_prefix(False)
 
 
-def _phi3(writer: gguf.GGUFWriter, files: Files) -> None:
+def _phi3(writer: gguf.GGUFWriter, files: TokenizerFiles) -> None:
     if (model := sentencepieces.load(files)) is not None:
         _add_pieces(writer, files, sentencepieces.from_model(files, model, phi3=True))
     else:  # Phi-4
@@ -100,11 +103,11 @@ ROUTES: Mapping[str, Route] = {
 
 
 def route(architecture: str) -> Route:
-    """The way an architecture's vocabulary goes."""
+    """Returns the function that adds the vocabulary of an architecture."""
     return ROUTES.get(architecture, _plain)
 
 
-def _add_pieces(writer: gguf.GGUFWriter, files: Files, tokens: Tokens) -> None:
+def _add_pieces(writer: gguf.GGUFWriter, files: TokenizerFiles, tokens: Tokens) -> None:
     tokens.check()
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")
@@ -114,7 +117,7 @@ def _add_pieces(writer: gguf.GGUFWriter, files: Files, tokens: Tokens) -> None:
     _add_special(writer, files, size=tokens.size)
 
 
-def _add_byte_level(writer: gguf.GGUFWriter, files: Files) -> None:
+def _add_byte_level(writer: gguf.GGUFWriter, files: TokenizerFiles) -> None:
     tokens, pre_tokenizer = bytelevel.read(files)
     tokens.check()
     writer.add_tokenizer_model("gpt2")
@@ -128,14 +131,14 @@ def _add_byte_level(writer: gguf.GGUFWriter, files: Files) -> None:
 
 def _add_special(
     writer: gguf.GGUFWriter,
-    files: Files,
+    files: TokenizerFiles,
     *,
     merges: bool = False,
     size: int | None = None,
     ids: Mapping[str, int] | None = None,
     template: bool = True,
 ) -> None:
-    """Merges, special tokens and chat template as the gguf library finds them; `ids`: those a family has fixed."""
+    """Adds merges, special tokens and chat template as the gguf library finds them; `ids` are fixed by a family."""
     special = gguf.SpecialVocab(files.folder, load_merges=merges, special_token_types=ids and list(ids), n_vocab=size)
     for name, number in (ids or {}).items():
         special.special_token_ids.setdefault(name, number)
@@ -148,7 +151,7 @@ def _says(writer: gguf.GGUFWriter, key: str) -> bool:
     return any(key in part for part in writer.kv_data)
 
 
-def _missing(files: Files) -> CheckpointError:
+def _missing(files: TokenizerFiles) -> CheckpointError:
     other = next((name for name in OTHER_FILES if files.has(name)), None)
     if other is None:
         problem, fix = "neither tokenizer.json nor tokenizer.model", "copy the tokenizer's files into it"
@@ -159,7 +162,7 @@ def _missing(files: Files) -> CheckpointError:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The gguf library warns of what is usual: a second key of one name, a template it does not follow to the end."""
+    """Silences the gguf library, which warns about usual things such as a second key of one name."""
     logger = logging.getLogger("gguf")
     level = logger.level
     logger.setLevel(logging.ERROR)

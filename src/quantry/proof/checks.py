@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from quantry.errors import CheckpointError, QuantryError
-from quantry.llamacpp.model import Model
+from quantry.llamacpp.model import LlamaModel
 from quantry.models.attention import text_config
 from quantry.models.reader import DEMO, demo_folder
 from quantry.proof.sources import ModelSource, check_finished, open_source, tokenizer
@@ -173,7 +173,7 @@ class GgufTokenizer(ModelTokenizer):
     fix = REWRITE
 
     def __init__(self, source: ModelSource) -> None:
-        self._model = Model(source.path, context=CONTEXT)
+        self._model = LlamaModel(source.path, context=CONTEXT)
         super().__init__(source)
 
     @property

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from quantry.errors import CheckpointError, ModelNotFoundError, QuantryError, WeightError
-from quantry.llamacpp.model import Model
+from quantry.llamacpp.model import LlamaModel
 from quantry.models.reader import open_checkpoint
 from quantry.proof.divergence import Array, Scores, scores_at
 from quantry.proof.served.contract import Served
@@ -32,7 +32,7 @@ class EmbeddedLlama:
             raise QuantryError("there is no window to score", fix="give at least one")
         lengths = [len(window.tokens) for window in windows]
         scores, done = list[Scores](), 0
-        with Model(gguf_file(artefact), context=max(lengths), threads=self.threads) as model:
+        with LlamaModel(gguf_file(artefact), context=max(lengths), threads=self.threads) as model:
             for window, places in zip(windows, ids, strict=True):
                 scores.append(_scores(model, window, places))
                 done += len(window.tokens)
@@ -42,7 +42,7 @@ class EmbeddedLlama:
 
     def generate(self, artefact: Path, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
         longest = max((len(prompt) for prompt in prompts), default=0)
-        with Model(gguf_file(artefact), context=longest + max_tokens, threads=self.threads) as model:
+        with LlamaModel(gguf_file(artefact), context=longest + max_tokens, threads=self.threads) as model:
             return [model.generate(prompt, max_tokens) for prompt in prompts]
 
 
@@ -63,7 +63,7 @@ def gguf_file(artefact: Path) -> Path:
     return artefact / min(checkpoint.files)
 
 
-def _scores(model: Model, window: Window, ids: Array) -> Scores:
+def _scores(model: LlamaModel, window: Window, ids: Array) -> Scores:
     largest = int(np.max(ids, initial=0))
     if largest >= model.vocabulary:
         raise QuantryError(

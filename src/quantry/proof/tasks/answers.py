@@ -24,7 +24,7 @@ from quantry.models.gguf import read_shards
 from quantry.types import Progress
 
 if TYPE_CHECKING:
-    from quantry.llamacpp.model import Model
+    from quantry.llamacpp.model import LlamaModel
 
 Pair = tuple[Sequence[int], Sequence[int]]  # token ids of a context and of a continuation
 Inputs = dict[tuple[int, ...], list[int]]  # token ids to run -> the numbers of the pairs that they score
@@ -192,7 +192,7 @@ class TorchAnswers(Answers):
 class LlamaAnswers(Answers):
     """A GGUF file in llama.cpp, with the tokenizer, template and end tokens that llama.cpp reads from it."""
 
-    def __init__(self, model: "Model") -> None:
+    def __init__(self, model: "LlamaModel") -> None:
         metadata = read_shards(LocalFiles(model.path.parent), model.path.name, whole=True).metadata
         self._model = model
         self._control = {token for token, type_ in enumerate(_token_types(metadata)) if type_ == CONTROL}

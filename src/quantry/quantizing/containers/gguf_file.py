@@ -129,20 +129,17 @@ def _kinds(checkpoint: Checkpoint, recipe: Recipe, planned: Sequence[Target], pl
                 f"rule {pattern!r} matches no tensor", fix=f"names are like {max(shapes, key=len)} or {min(shapes)}"
             )
     known = facts(checkpoint.config)
-    choices = mixture.types(
-        recipe.preset.file_type,
-        family(checkpoint.config).architecture,
-        shapes,
+    model = mixture.MixedModel(
+        architecture=family(checkpoint.config).architecture,
+        layers=known["num_hidden_layers"],
         heads=known["num_attention_heads"],
         kv_heads=known["num_key_value_heads"],
         experts=known.get("num_experts") or 0,
-        layers=known["num_hidden_layers"],
         importance=recipe.imatrix is not None,
-        keep={target.name for target in planned if target.float32},
-        plain=plain,
-        overrides=overrides,
     )
-    return {name: choice.kind for name, choice in choices.items()}
+    keep = {target.name for target in planned if target.float32}
+    choices = mixture.types(recipe.preset.file_type, model, shapes, keep=keep, plain=plain, overrides=overrides)
+    return {name: choice.stored for name, choice in choices.items()}
 
 
 def _fate(stored: str, kind: str, target: Target) -> str:
