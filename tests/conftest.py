@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
@@ -15,6 +15,9 @@ from safetensors.numpy import save_file
 
 from shared import TinyModel, shared
 from tiny_files import LLAMA, SHAPES, MakeFolder
+
+if TYPE_CHECKING:
+    from llama_cpp_converter import Converter
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one process per core: more threads would only compete
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -39,6 +42,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
         return shared(tmp_path_factory, name, lambda path: write_model(path, architecture, seed, **settings))
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def converter() -> "Iterator[Converter]":
+    """llama.cpp's own converter, one process for all tests of this one."""
+    from llama_cpp_converter import Converter
+
+    with Converter() as running:
+        yield running
 
 
 @pytest.fixture

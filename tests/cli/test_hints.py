@@ -23,7 +23,7 @@ from typer._click.exceptions import ClickException
 
 from quantry import registry
 from quantry.cli import app
-from quantry.engines import engines
+from quantry.engines.contract.catalogue import engines
 from quantry.proof.gate import uses as gates
 from quantry.quantizing.recipe import presets
 

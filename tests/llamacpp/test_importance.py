@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from depth import FAMILIES, cases
 from linear_inputs import WINDOWS, Folder, candidates, inputs_of
 from quantry.blockwise.walk import Walk
 from quantry.errors import OutputError
@@ -56,7 +57,7 @@ def test_our_own_reader_reads_it(tmp_path: Path) -> None:
     assert found.vectors["blk.0.ffn_down_exps.weight"].tolist() == [[1.0, 2.0], [1.0, 1.0], [5.0, 1.0]]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", cases(ARCHITECTURES, (*FAMILIES, "GraniteMoeSharedForCausalLM")))
 def test_entries_are_those_of_explicit_activations(architecture: str, tmp_path: Path) -> None:
     write_model(tmp_path, architecture)
     source = Folder(tmp_path)
@@ -86,12 +87,8 @@ def explicit(rows: dict[str, torch.Tensor], module: str, expert: int | None) -> 
 
 
 def squares(rows: torch.Tensor) -> Any:
-    """As llama-imatrix sums them: token after token, channel after channel."""
-    total = np.zeros(rows.shape[1])
-    for row in rows.numpy():
-        for channel, value in enumerate(row):
-            total[channel] += value * value
-    return total / len(rows)
+    """As llama-imatrix sums them: squares in float32, the sum in double."""
+    return np.square(rows.numpy()).sum(0, np.float64) / len(rows)
 
 
 def observed(source: Folder) -> list[ObservedBlock]:

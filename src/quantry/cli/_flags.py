@@ -78,6 +78,13 @@ def _engines() -> Iterable[str]:
     return engines()
 
 
+def _verifying() -> Iterable[str]:
+    """Returns the engines that `quantry verify` can measure in."""
+    from quantry.engines.contract.catalogue import verifying
+
+    return verifying()
+
+
 def _folder_formats() -> Iterable[str]:
     """Returns the formats that `quantry convert` writes; GGUF files are written from 16 bit only."""
     return (name for name in registry.choices("quantry.formats") if name != "gguf")
@@ -109,6 +116,7 @@ def _matrices() -> Iterable[str]:
 
 NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "engines": _engines,
+    "verifying": _verifying,
     "formats": lambda: registry.choices("quantry.formats"),
     "folder_formats": _folder_formats,
     "rounders": lambda: registry.choices("quantry.methods.rounders"),

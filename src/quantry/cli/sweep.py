@@ -24,7 +24,7 @@ Peers = Annotated[str, typer.Option(help="GGUF files and folders of other tools 
 Rounder = Annotated[str | None, typer.Option(help="{rounders}, for all presets that do not name one.")]
 Group = Annotated[int | None, typer.Option(help="The group size of all presets that do not name one.")]
 Engine = Annotated[
-    str | None, typer.Option(help="Measure folders as served too: vllm or transformers. GGUF always is.")
+    str | None, typer.Option(help="Measure folders as served too: {verifying}; GGUF always is, in llama.cpp.")
 ]
 
 

@@ -28,9 +28,7 @@ Judge = Annotated[
 ]
 JudgeModel = Annotated[str | None, typer.Option(help="The model to ask there.")]
 JudgeKey = Annotated[str, typer.Option(help="The environment variable that holds the endpoint's key.")]
-Engine = Annotated[
-    str | None, typer.Option(help="Measure as served too: llama.cpp (default for GGUF), vllm or transformers.")
-]
+Engine = Annotated[str | None, typer.Option(help="Measure as served too: {verifying}; GGUF always is, in llama.cpp.")]
 MaxTokens = Annotated[int, typer.Option(help="Tokens of an answer to a prompt.")]
 
 
