@@ -8,11 +8,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
+from command import command
 from quantry.serving.process import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -20,25 +20,30 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^quantry .+$", README, re.MULTILINE)
 
 
-def test_readme_commands_run(tmp_path: Path) -> None:
-    """In the order of the page, in an empty folder: later ones use what earlier ones wrote, or what they serve."""
+def test_readme_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the page, in an empty folder: later ones use what earlier ones wrote, or what they serve.
+
+    Those that go on serving are processes; the others run here, which spares the seconds of imports.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QUANTRY_CACHE", str(tmp_path / "cache"))  # one calibration for all
     port = str(free_port("127.0.0.1"))
     with ExitStack() as serving:
-        for command in COMMANDS:
-            words = [sys.executable, "-m", *shlex.split(command.replace("8080", port), comments=True)]
-            if words[3] in ("run", "serve"):
+        for line in COMMANDS:
+            words = shlex.split(line.replace("8080", port), comments=True)[1:]
+            if words[0] in ("run", "serve"):
                 serving.close()
                 serving.enter_context(started(words, tmp_path, port))
                 continue
-            told: dict[str, Any] = {"input": "Hello!\n"} if words[3] == "chat" else {}
-            done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path, **told)
-            assert done.returncode == 0, f"{command}: {done.stderr}"
+            done = command(*words, stdin="Hello!\n" if words[0] == "chat" else "")
+            assert done.returncode == 0, f"{line}: {done.stderr}"
 
 
 @contextmanager
 def started(words: list[str], folder: Path, port: str) -> Iterator[None]:
     """A command that goes on serving; it is ended as from a terminal."""
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder)
+    argv = [sys.executable, "-m", "quantry", *words]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder)
     assert process.stdout
     try:
         said = ""
