@@ -11,46 +11,43 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 Place = tuple[str, int | None]  # a linear layer: its parameter without `.weight`, and its number in a stack of experts
-OnInput = Callable[[str, int | None, Tensor], Tensor | None]
-OnOutput = Callable[[str, int | None, Tensor, Tensor], None]
 
 
-class LinearInputs(TorchFunctionMode):
-    """Calls on_input(name, expert, inputs) before every linear layer of a module; a tensor it returns is used instead.
+class _LinearTap(TorchFunctionMode):
+    """Intercepts every linear layer of a module, inside a `with`.
 
-    A name is the parameter's without `.weight`, after `prefix`. Active inside a `with`.
+    A name is the parameter's without `.weight`, after `prefix`.
     """
 
-    def __init__(self, module: nn.Module, prefix: str, on_input: OnInput) -> None:
+    def __init__(self, module: nn.Module, prefix: str, callback: Callable[..., Tensor | None]) -> None:
         super().__init__()
-        self._places, self._on_input = places(module, prefix), on_input
+        self._places, self._callback = places(module, prefix), callback
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is not nn.functional.linear:
-            return func(*args, **(kwargs or {}))
-        inputs, weight, bias = _arguments(*args, **(kwargs or {}))
-        place = self._places.get(weight.data_ptr())
-        other = None if place is None else self._on_input(*place, inputs)
-        return func(inputs if other is None else other, weight, bias)
-
-
-class LinearOutputs(TorchFunctionMode):
-    """Calls on_output(name, expert, inputs, output) after every linear layer of a module.
-
-    Names and numbers are those of LinearInputs. Active inside a `with`.
-    """
-
-    def __init__(self, module: nn.Module, prefix: str, on_output: OnOutput) -> None:
-        super().__init__()
-        self._places, self._on_output = places(module, prefix), on_output
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
         if func is nn.functional.linear:
-            inputs, weight, _ = _arguments(*args, **(kwargs or {}))
-            place = self._places.get(weight.data_ptr())
-            if place is not None:
-                self._on_output(*place, inputs, output)
+            inputs, weight, bias = _arguments(*args, **(kwargs or {}))
+            if weight.data_ptr() in self._places:
+                return self._call(self._places[weight.data_ptr()], inputs, weight, bias)
+        return func(*args, **(kwargs or {}))
+
+    def _call(self, place: Place, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+
+class LinearInputs(_LinearTap):
+    """Calls callback(name, expert, inputs) before every linear layer; a tensor it returns is used instead."""
+
+    def _call(self, place: Place, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        other = self._callback(*place, inputs)
+        return nn.functional.linear(inputs if other is None else other, weight, bias)
+
+
+class LinearOutputs(_LinearTap):
+    """Calls callback(name, expert, inputs, output) after every linear layer."""
+
+    def _call(self, place: Place, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        output = nn.functional.linear(inputs, weight, bias)
+        self._callback(*place, inputs, output)
         return output
 
 

@@ -60,8 +60,7 @@ def linears(checkpoint: Checkpoint, blocks: int) -> tuple[Linear, ...]:
     ]
     if layers and family in TRANSPOSED:
         raise ConfigError(
-            f"{family} keeps its linear weights transposed, which is not supported",
-            fix="use a model of another family",
+            f"{family} keeps its linear weights transposed, which is not supported", fix="use a model of another family"
         )
     return tuple(layers)
 

@@ -99,8 +99,7 @@ def _open_folder(files: CheckpointFiles, source: str) -> Checkpoint:
             fix="save the model as safetensors with save_pretrained(safe_serialization=True)",
         )
     raise ModelNotFoundError(
-        f"{source} holds no weights (*.safetensors or *.gguf)",
-        fix="give the folder of config.json and the weights",
+        f"{source} holds no weights (*.safetensors or *.gguf)", fix="give the folder of config.json and the weights"
     )
 
 

@@ -40,9 +40,7 @@ def _loop(ladder: Ladder, columns: int, shifted: bool) -> Kernel:
             k.store(level, weights, place)
             k.store(error, errors, place)
 
-            def compensate(
-                i: Any,
-            ) -> None:  # from j on: a loop runs at least once, and x[j] is not used again
+            def compensate(i: Any) -> None:  # from j on: a loop runs at least once, and x[j] is not used again
                 later = k.builder.add(j, i)
                 x[later] = x[later] - k.pick(upper, k.at(j, columns, later)) * error
 

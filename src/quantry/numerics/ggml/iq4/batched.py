@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from quantry.numerics.ggml.exact import TINY, add_up, aligned, extreme, over, reciprocal, root
-from quantry.numerics.ggml.iq4.levels import FIRST, SUB, TRIED
 from quantry.numerics.ggml.layout import IQ4
 from quantry.numerics.threads import buffer
 
+SUB = 32  # weights that are searched together
+FIRST = -IQ4[0]  # the largest weight is first scaled to this,
+TRIED = tuple(IQ4[0] + step for step in range(-7, 8))  # then on and around the lowest level
 TILE = 1 << 16  # weights searched at a time on the CPU: five buffers of 256 KiB
 REACH = 2 * 135  # more than twice any scaled weight: the widest try scales to 134
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quantry.numerics.ggml.iq4.levels import FIRST, SUB, TRIED
+from quantry.numerics.ggml.iq4.batched import FIRST, SUB, TRIED
 from quantry.numerics.ggml.lanes import largest_or_one, select, square_sum
 from quantry.numerics.ggml.layout import IQ4
 from quantry.numerics.simd import LANES, Array, Kernel, Vector
