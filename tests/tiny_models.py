@@ -1,7 +1,7 @@
 """A tiny random model of every architecture that Quantry writes as GGUF, with the tokenizer its family has.
 
 Weights are drawn so that logits differ widely between tokens and norms are not all ones: a forgotten permutation, norm
-or bias shows in the logits. Layers are few, but enough that sliding and full, roped and unroped ones occur.
+or bias shows in the logits. Models have few layers, but both sliding and full, roped and unroped ones.
 """
 
 from dataclasses import dataclass, field
@@ -44,7 +44,7 @@ LAYERED = {
 
 @dataclass(frozen=True)
 class Tiny:
-    """What a tiny model differs in from a plain one."""
+    """A tiny model: its type, its tokenizer, and how its config differs from SMALL."""
 
     model_type: str
     tokenizer: str
@@ -72,7 +72,7 @@ ARCHITECTURES = {
 
 
 def write_model(folder: Path, architecture: str, seed: int = 0, **overrides: Any) -> Any:
-    """Writes the checkpoint of a tiny model into a folder: the model, in float32 with the weights that were written."""
+    """Writes the checkpoint of a tiny model into a folder; returns the model in float32, with the weights written."""
     tiny = ARCHITECTURES[architecture]
     size = write_tokenizer(folder, tiny.tokenizer)
     settings = {**SMALL, "vocab_size": -(-size // 32) * 32, **_ids(folder), **tiny.settings, **overrides}
@@ -87,7 +87,7 @@ def write_model(folder: Path, architecture: str, seed: int = 0, **overrides: Any
 
 
 def _ids(folder: Path) -> dict[str, int | None]:
-    """The ids of the tokenizer's special tokens."""
+    """Returns the ids of the tokenizer's special tokens."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     named = loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     roles = ("bos_token", "eos_token", "pad_token")
@@ -112,7 +112,7 @@ def draw(model: Any, seed: int) -> None:
 
 
 def longrope(count: int) -> dict[str, Any]:
-    """Rope parameters with a factor for each frequency."""
+    """Returns rope parameters with a factor for each frequency."""
     return {
         "rope_type": "longrope",
         "rope_theta": 10000.0,

@@ -1,4 +1,4 @@
-"""Small real tokenizers, trained here in a moment, with the files a checkpoint of their kind has.
+"""Small real tokenizers, trained in a moment, with the files that checkpoints of their family have.
 
 Byte-level BPE comes from the `tokenizers` library, with the normalizer, the pre-tokenizer and the special tokens of a
 family; SentencePiece models come from the `sentencepiece` library, with the tokenizer.json that belongs to them.
@@ -231,13 +231,13 @@ LLAMA_SPECIAL = ("<unk>", "<s>", "</s>")
 PHI3_ADDED = ("<|endoftext|>", "<|assistant|>", "<|placeholder1|>", "<|system|>", "<|end|>", "<|user|>")
 
 
-def write_tokenizer(folder: Path, kind: str) -> int:
-    """Writes the tokenizer files of a kind into a folder; the vocabulary size, with added tokens."""
+def write_tokenizer(folder: Path, name: str) -> int:
+    """Writes the files of a tokenizer into a folder; returns the size of its vocabulary, with added tokens."""
     folder.mkdir(parents=True, exist_ok=True)
-    is_byte_level = kind.startswith("bpe-")
-    files = _byte_level(FAMILIES[kind.removeprefix("bpe-")]) if is_byte_level else SENTENCEPIECE[kind]()
-    for name, content in files.items():
-        (folder / name).write_bytes(content if isinstance(content, bytes) else _json(content))
+    is_byte_level = name.startswith("bpe-")
+    files = _byte_level(FAMILIES[name.removeprefix("bpe-")]) if is_byte_level else SENTENCEPIECE[name]()
+    for file, content in files.items():
+        (folder / file).write_bytes(content if isinstance(content, bytes) else _json(content))
     return Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
 
 
