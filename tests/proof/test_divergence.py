@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from depth import examples
 from quantry.errors import WeightError
 from quantry.models.reader import demo_folder
-from quantry.proof import divergence
 from quantry.proof.divergence import (
     LEAST_TAIL,
     Divergence,
@@ -27,6 +26,7 @@ from quantry.proof.divergence import (
     scores_at,
     summary,
     top_k,
+    weighted_quantiles,
 )
 from quantry.proof.text import Window, default_text, windows
 
@@ -280,7 +280,7 @@ def test_quantiles_of_drawn_windows_are_those_of_the_windows_laid_end_to_end() -
     generator = np.random.default_rng(11)
     values = [generator.random(size) for size in (5, 17, 40)]
     counts = generator.multinomial(3, [1 / 3] * 3, size=20)
-    found = divergence._quantiles(values, counts, (0.5, 0.99))
+    found = weighted_quantiles(values, counts, (0.5, 0.99))
     for row, count in enumerate(counts):
         pooled = np.concatenate([np.tile(part, times) for part, times in zip(values, count, strict=True)])
         assert found[:, row] == pytest.approx(np.quantile(pooled, (0.5, 0.99), method="inverted_cdf"))

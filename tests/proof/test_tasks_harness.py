@@ -296,12 +296,12 @@ def test_a_task_that_samples_is_refused(decoded: TorchAnswers, tmp_path: Path) -
         evaluate(decoded, [sampled])
 
 
-def test_an_error_of_the_model_is_not_taken_for_one_of_the_task(tasks: dict[str, Path], decoded: TorchAnswers) -> None:
+def test_an_error_of_the_model_is_not_taken_for_one_of_the_task(tasks: dict[str, Path], module: Any) -> None:
     class Failing(TorchAnswers):
         def loglikelihoods(self, *_: Any) -> Any:
             raise RuntimeError("out of memory")
 
-    failing: Answers = Failing(decoded._module, decoded._tokenizer)
+    failing: Answers = Failing(module, AutoTokenizer.from_pretrained(demo_folder()))
     with pytest.raises(RuntimeError, match="out of memory"):
         evaluate(failing, [tasks["choices"]])
 

@@ -173,7 +173,7 @@ def summary(reference: Iterable[TopK], scores: Iterable[Scores], *, draws: int =
     counts = np.random.default_rng(seed).multinomial(len(units), np.full(len(units), 1 / len(units)), size=draws)
     counts = np.vstack([np.ones_like(counts[:1]), counts])  # row 0 is the measurement itself
     means = {name: counts @ [unit[name].sum() for unit in units] / (counts @ sizes) for name in units[0]}
-    median, p99 = _quantiles([unit["kl"] for unit in units], counts, (0.5, 0.99))
+    median, p99 = weighted_quantiles([unit["kl"] for unit in units], counts, (0.5, 0.99))
     level = _outer_level(len(units))
     return Divergence(
         kl=_interval(means["kl"], level),
@@ -256,7 +256,7 @@ def _pieces(columns: list[Array]) -> Iterator[tuple[Array, ...]]:
     return zip(*(np.array_split(column, min(PIECES, len(column))) for column in columns), strict=True)
 
 
-def _quantiles(values: Sequence[Array], counts: Array, shares: Sequence[float]) -> Array:
+def weighted_quantiles(values: Sequence[Array], counts: Array, shares: Sequence[float]) -> Array:
     """Returns, for each share and each row of counts, the smallest value with that share of values at or below it."""
     pooled = np.concatenate(values)
     owner = np.repeat(np.arange(len(values)), [len(part) for part in values])
