@@ -16,11 +16,12 @@ from depth import cases, deep
 from named_facts import named_facts
 from quantry.devices.catalogue import catalogue, parse
 from quantry.engines.contract.catalogue import engines, flags, latest
+from quantry.engines.contract.options import Serving
 from quantry.errors import QuantryError, UnknownNameError
 from quantry.jobs.quantize import quantize
 from quantry.planning import matrices, rules
 from quantry.planning.candidates import find
-from quantry.planning.commands import PlannedServing, commands
+from quantry.planning.commands import PlannedArtefact, commands
 from quantry.planning.conditions import agrees
 from quantry.planning.models import open_model
 from quantry.planning.plan import Plan, plan
@@ -201,12 +202,16 @@ def test_asked_concurrency_is_kept_or_refused() -> None:
 # ---- commands ----
 
 
-def serving(engine: str, **changes: Any) -> PlannedServing:
+def commands_of(engine: str, **changes: Any) -> dict[str, list[str]]:
     loaded = {"llama.cpp": ("gguf-q4_k_m", "gguf"), "ollama": ("gguf-q4_k_m", "gguf"), "onnxruntime": ("w4a16", "gptq"),
               "deepspeed": ("bf16", "safetensors")}  # fmt: skip
     name, form = loaded.get(engine, ("w4a16", "compressed-tensors"))
-    plain = PlannedServing("meta-llama/Llama-3.1-8B", presets()[name], form, engine, latest(engine), 4096, 8, "cuda")
-    return replace(plain, **changes)
+    artefact = PlannedArtefact("meta-llama/Llama-3.1-8B", presets()[name], changes.get("format", form))
+    serving = Serving(
+        engine=engine, version=latest(engine), model=artefact.served, format=artefact.format, platform="cuda",
+        context=4096, parallel=8, bits=presets()[name].scheme.weight.bits,
+    )  # fmt: skip
+    return commands(artefact, replace(serving, **changes))
 
 
 FULL = {"tensor_parallel": 2, "replicas": 2, "utilization": 0.5, "prefix_cache": True, "dtype": "float16"}
@@ -215,15 +220,15 @@ FULL = {"tensor_parallel": 2, "replicas": 2, "utilization": 0.5, "prefix_cache":
 @pytest.mark.parametrize("engine", engines())
 @pytest.mark.parametrize("platform", ["cuda", "cpu"])
 def test_every_flag_is_one_of_the_engine(engine: str, platform: str) -> None:
-    kv = "q8_0" if engine == "llama.cpp" else "fp8" if engine == "vllm" else "auto"
+    kv = "q8_0" if engine == "llama.cpp" else "fp8" if engine == "vllm" else None
     full = FULL if engine != "onnxruntime" else FULL | {"tensor_parallel": 1}
-    words = commands(serving(engine, platform=platform, kv=kv, **full))["serve"]
+    words = commands_of(engine, platform=platform, kv=kv, **full)["serve"]
     known = set(flags(engine, latest(engine)))
     text = " ".join(words)
     used = {word for word in re.findall(r"(?<= )--?[a-z][\w-]*", text) if word not in ("-m", "-c")}
     used -= {"--model"} if "api_server" in text else set()  # of the module, not of `vllm serve`
     assert used <= known
-    if kv != "auto":
+    if kv:
         assert any(flag.endswith(f" {kv}") for flag in known)
 
 
@@ -233,24 +238,24 @@ def test_a_flag_that_a_version_lacks_is_an_error(monkeypatch: pytest.MonkeyPatch
     known = {name: flag for name, flag in flags("vllm").items() if name != "--max-num-seqs"}
     monkeypatch.setattr(module, "flags", lambda engine, version: known)
     with pytest.raises(UnknownNameError, match="vllm 0.* has no --max-num-seqs"):
-        commands(serving("vllm"))
+        commands_of("vllm")
 
 
 def test_a_value_that_a_flag_does_not_take_is_an_error() -> None:
     """The handbook's --kv-cache-dtype int8 never was one."""
     with pytest.raises(UnknownNameError, match="--kv-cache-dtype of vllm .* takes no int8"):
-        commands(serving("vllm", kv="int8"))
+        commands_of("vllm", kv="int8")
 
 
 def test_commands_of_engines() -> None:
     """The words that the issues give: engines' own programs, quantry's own flags."""
-    words = {engine: commands(serving(engine))["serve"][:2] for engine in engines()}
+    words = {engine: commands_of(engine)["serve"][:2] for engine in engines()}
     assert words["vllm"] == ["vllm", "serve"]
     assert words["llama.cpp"][0] == "llama-server"
     assert words["transformers"] == ["transformers", "serve"]
     assert words["tensorrt-llm"][0] == "trtllm-serve"
     assert words["tgi"][0] == "text-generation-launcher"
-    made = commands(serving("vllm", format="gptq"))
+    made = commands_of("vllm", format="gptq")
     assert made["quantize"] == [
         "quantry", "quantize", "meta-llama/Llama-3.1-8B", "-o", "Llama-3.1-8B-w4a16-gptq", "--preset", "w4a16", "--format", "gptq",
     ]  # fmt: skip

@@ -383,11 +383,13 @@ def test_every_step_is_launched_where_there_are_no_graphs(llama: Checkpoint, h20
 def test_4_bit_pays_for_one_sequence_and_not_for_many(llama: Checkpoint, h200: Hardware) -> None:
     """Measured: 1.34 times bf16 at 1, 1.22 at 32, as fast at 128; 8-bit inputs win by 1.2 at 128."""
     few, many = (compared(llama, "w4a16", "vllm", h200, batch) for batch in (1, 128))
-    assert few.gain["bf16"] == pytest.approx(1.34, rel=0.1)
-    assert few.pays
-    assert not many.pays
-    assert many.gain["bf16"] == pytest.approx(1.0, rel=0.1)
-    assert many.gain["w8a8"] == pytest.approx(1 / 1.2, rel=0.1)
+    bf16, w8a8 = ({batch: decode(llama, "w4a16", h200, batch) / decode(llama, name, h200, batch) for batch in (1, 128)}
+                  for name in ("bf16", "w8a8"))  # fmt: skip
+    assert bf16[1] == pytest.approx(1.34, rel=0.1)
+    assert bf16[128] == pytest.approx(1.0, rel=0.1)
+    assert w8a8[128] == pytest.approx(1 / 1.2, rel=0.1)
+    assert few.better == {}
+    assert set(many.better) >= {"w8a8"}
     assert few.overtaken == many.overtaken
     at = few.overtaken["bf16"]
     assert at is not None
@@ -407,17 +409,16 @@ def test_the_break_even_is_where_the_curves_cross(llama: Checkpoint, h200: Hardw
 
 
 def test_rivals_are_those_that_the_device_computes(llama: Checkpoint) -> None:
-    assert set(compared(llama, "w4a16", "vllm", parse("A100 80GB SXM"), 1).gain) == {"bf16", "w8a8"}
-    assert set(compared(llama, "w4a16", "vllm", parse("V100 16GB SXM"), 1).gain) == {"bf16"}
+    assert set(compared(llama, "w4a16", "vllm", parse("A100 80GB SXM"), 1).overtaken) == {"bf16", "w8a8"}
+    assert set(compared(llama, "w4a16", "vllm", parse("V100 16GB SXM"), 1).overtaken) == {"bf16"}
     files = compared(llama, "gguf-q4_k_m", "llama.cpp", parse("cpu"), 1)
-    assert set(files.gain) == {"gguf-f16", "gguf-q8_0"}
-    assert files.pays
+    assert set(files.overtaken) == {"gguf-f16", "gguf-q8_0"}
+    assert files.better == {}
 
 
 def test_tokens_for_a_dollar(llama: Checkpoint, h200: Hardware) -> None:
     plain = Speed(decode_tokens_per_s=1000, prefill_tokens_per_s=5120, first_token_s=0.1, bound="bandwidth")
     load = Workload(4096, prompt=512, answer=100)  # 0.1 s of prompt and 0.1 s of answer: 500 tokens a second
-    assert tokens_per_dollar(plain, h200, load, price=2.0) == pytest.approx(500 * 3600 / 2)
     listed = tokens_per_dollar(plain, h200, load)
     assert h200.price
     assert listed == pytest.approx(500 * 3600 / h200.price)
@@ -426,8 +427,6 @@ def test_tokens_for_a_dollar(llama: Checkpoint, h200: Hardware) -> None:
     assert tokens_per_dollar(full, h200, LOAD) > tokens_per_dollar(  # type: ignore[operator]
         predicted(llama, "w8a8", "vllm", h200, 1), h200, LOAD
     )
-    with pytest.raises(QuantryError, match="price of 0"):
-        tokens_per_dollar(plain, h200, load, price=0)
 
 
 # ---- what is known and what is not ----
@@ -445,7 +444,7 @@ def test_what_was_not_measured_says_so(llama: Checkpoint, h200: Hardware) -> Non
         found = predicted(llama, preset, engine, parse(name), 1)
         assert not found.measured
         assert found.spread > known.spread
-        assert "taken from" in found.source
+        assert "taken from" in factors_for(engine, parse(name).device).source
     mixture = predicted(open_model("qwen3-30b-a3b"), "w4a16", "vllm", h200, 1)
     assert not mixture.measured
     assert mixture.spread > known.spread

@@ -30,12 +30,11 @@ class Near:
 
 def alternatives(request: Request) -> tuple[Near, ...]:
     """Returns more of the same device, the cheapest other machine and the largest smaller model, where they fit."""
-    found = (_more(request), _other(request), _smaller(request))
-    return tuple(near for near in found if near)
+    return tuple(near for near in (_more(request), _other(request), _smaller(request)) if near)
 
 
 def _more(request: Request) -> Near | None:
-    """More devices of the same type; where the host's memory is shared, one of the family with more of it."""
+    """Returns more devices of the same type; where the host's memory is shared, one of the family with more of it."""
     device = request.device
     if device.kind == "unified":
         rows = sorted(catalogue(), key=lambda row: row.memory)
@@ -46,7 +45,7 @@ def _more(request: Request) -> Near | None:
 
 
 def _other(request: Request) -> Near | None:
-    """The cheapest machine of the catalogue that holds the model, of those that all engines run on."""
+    """Returns the cheapest machine of the catalogue that holds the model, of those that all engines run on."""
     machines = [
         (device.price * count, device, count)
         for device in catalogue()
@@ -68,7 +67,7 @@ def _first(request: Request, what: str, machines: Iterable[tuple[Device, int]]) 
 
 
 def _smaller(request: Request) -> Near | None:
-    """The largest smaller model of the same family in the catalogue."""
+    """Returns the largest smaller model of the same family in the catalogue."""
     known = find_model(request.checkpoint.source)
     name = known.name if known else str(request.checkpoint.config.get("model_type"))
     family = name.partition("-")[0]

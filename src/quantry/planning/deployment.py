@@ -17,7 +17,6 @@ class Settings:
     tokens: int | None = None  # of a step: --max-num-batched-tokens, --ubatch-size
     sequences: int | None = None  # at once: --max-num-seqs, --parallel
     utilization: float | None = None
-    graphs: bool = True  # CUDA graphs
     flash: bool = True  # flash attention in llama.cpp
     outputs: int | None = None  # logits of a step in llama.cpp: its server asks for one a sequence
 

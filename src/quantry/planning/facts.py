@@ -5,10 +5,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quantry import registry
 from quantry.devices import Device
 from quantry.errors import QuantryError
-from quantry.formats.contract import spell
+from quantry.formats.contract import load_format, spell
 from quantry.llamacpp import families
 from quantry.llamacpp.mixture import BLOCKS, FALLBACKS
 from quantry.models.attention import block_count, text_config
@@ -149,7 +148,7 @@ def _dtype(checkpoint: Checkpoint, recipe: Recipe) -> str:
     if recipe.preset.scheme.weight.is_cast:
         return recipe.preset.scheme.weight.kind
     dtype = DTYPE_NAMES[main_dtype(checkpoint)]
-    return dtype if recipe.format == "gguf" else str(registry.load("quantry.formats", recipe.format).model_dtype(dtype))
+    return dtype if recipe.format == "gguf" else load_format(recipe.format).model_dtype(dtype)
 
 
 def _act_order(config: Mapping[str, Any]) -> bool:
@@ -342,7 +341,7 @@ def _unstorable(stack: Stack, recipe: Recipe) -> str:
     """Returns why the format cannot hold this layer, or an empty text."""
     if recipe.format in (CAST, "gguf"):
         return ""
-    codec = registry.load("quantry.formats", recipe.format)
+    codec = load_format(recipe.format)
     for linear, preset in zip(stack.linears, stack.presets, strict=True):
         if preset is not None:
             try:

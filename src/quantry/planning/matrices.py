@@ -1,7 +1,7 @@
-"""The tables: engines, hardware, formats, methods and memory, each cell our answer, computed, beside the handbook's.
+"""The tables of `quantry matrix`: engines, hardware, formats, methods and memory.
 
-Where the two differ the cell says why. Rows and the handbook's cells are in handbook.toml; answers come from
-feasibility, the memory and the speed model, and from `quantry plan` itself.
+Each cell has our computed answer and the handbook's; where the two differ it says why. Rows and the handbook's cells
+are in handbook.toml; answers come from feasibility, the memory and the speed model, and from `quantry plan` itself.
 """
 
 import tomllib
@@ -25,6 +25,7 @@ from quantry.planning.memory.footprint import footprint, room
 from quantry.planning.memory.weights import weights_bytes
 from quantry.planning.models import open_model
 from quantry.planning.plan import plan
+from quantry.planning.request import machine_name
 from quantry.planning.rules import left_out, quality
 from quantry.planning.speed.throughput import speed
 from quantry.quantizing.recipe import Preset, Recipe, presets
@@ -50,6 +51,7 @@ NATIVE = {"FP8": "fp8"}  # columns of hardware that a device must have arithmeti
 GPUS = (1, 2, 4, 8)
 LOAD = Workload(4096, 1, 512, 256)
 CLOSE = 0.05  # sizes within so much of each other are the same
+HandbookRow = Mapping[str, Any]  # of handbook.toml
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,27 +77,36 @@ class Matrix:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Our answer for a cell; `same` is None where equal texts agree with the handbook, `reason` is for others."""
+
+    ours: str
+    same: bool | None = None
+    reason: str = ""
+
+
 @cache
 def matrix(name: str) -> tuple[Matrix, ...]:
-    """The tables of a name: engines, hardware, formats, methods or memory."""
+    """Returns the tables of a name: engines, hardware, formats, methods or memory. Raises UnknownNameError."""
     if name not in MAKERS:
         raise UnknownNameError(f"unknown matrix {name[:40]!r}", fix=registry.suggest(name, tuple(MAKERS)))
     return MAKERS[name]()
 
 
 def markdown(name: str) -> str:
-    """The tables of a name for the documentation."""
-    return "\n".join(_markdown(one) for one in matrix(name))
+    """Returns the tables of a name for the documentation."""
+    return "\n".join(_markdown(table) for table in matrix(name))
 
 
-def _markdown(one: Matrix) -> str:
-    lines = [f"### {one.title}", "", *([one.note, ""] if one.note else [])]
-    lines += [f"| | {' | '.join(one.columns)} |", "|---" * (len(one.columns) + 1) + "|"]
-    lines += [f"| {label} | {' | '.join(_spelled(cell) for cell in cells)} |" for label, cells in one.rows.items()]
+def _markdown(table: Matrix) -> str:
+    lines = [f"### {table.title}", "", *([table.note, ""] if table.note else [])]
+    lines += [f"| | {' | '.join(table.columns)} |", "|---" * (len(table.columns) + 1) + "|"]
+    lines += [f"| {label} | {' | '.join(_spelled(cell) for cell in cells)} |" for label, cells in table.rows.items()]
     reasons = [
         f"- {label}, {column}: {cell.why} (handbook: {cell.handbook})"
-        for label, cells in one.rows.items()
-        for column, cell in zip(one.columns, cells, strict=True)
+        for label, cells in table.rows.items()
+        for column, cell in zip(table.columns, cells, strict=True)
         if cell.why
     ]
     return "\n".join([*lines, "", *(["Where it differs from the handbook:", "", *reasons, ""] if reasons else [])])
@@ -105,99 +116,88 @@ def _spelled(cell: Cell) -> str:
     return f"{cell.ours} *" if cell.why else cell.ours
 
 
-def _cell(ours: str, said: str, same: bool, *whys: str | None) -> Cell:
-    why = "" if same else next((one for one in whys if one), "")
-    return Cell(ours, said, why)
+def cases() -> list[dict[str, Any]]:
+    """Returns the recommendations of the handbook, which tests compare with the plan."""
+    return list(_data()["cases"])
 
 
-def _table(name: str, fill: Callable[[Mapping[str, Any], Mapping[str, Any]], Iterable[Cell]]) -> Matrix:
-    """A table of the handbook with our answers."""
+def _table(name: str, answers: Callable[[HandbookRow, Sequence[str]], Iterable[Answer]]) -> Matrix:
+    """Returns a table of the handbook with our answers, which are given for a row and its columns."""
     data = _data()["tables"][name]
-    rows = {row["label"]: tuple(fill(row, data)) for row in data["rows"]}
-    return Matrix(name, data["title"], tuple(data["columns"]), rows, data.get("note", ""))
+    columns = tuple(data["columns"])
+    rows = {}
+    for row in data["rows"]:
+        cells = zip(columns, answers(row, columns), row["handbook"], strict=True)
+        rows[row["label"]] = tuple(_cell(answer, said, _why(row, data, column)) for column, answer, said in cells)
+    return Matrix(name, data["title"], columns, rows, data.get("note", ""))
 
 
-def _why(row: Mapping[str, Any], data: Mapping[str, Any], column: str) -> str:
+def _cell(answer: Answer, said: str, why: str) -> Cell:
+    same = answer.ours == said if answer.same is None else answer.same
+    return Cell(answer.ours, said, "" if same else why or answer.reason)
+
+
+def _why(row: HandbookRow, data: HandbookRow, column: str) -> str:
     own = row.get("why", {})
     return str(own.get(column) or own.get("default") or data["why"].get(column, ""))
-
-
-def cases() -> list[dict[str, Any]]:
-    """The recommendations of the handbook that the decision is held against."""
-    return list(_data()["cases"])
 
 
 # ---- memory: section 3 ----
 
 
-def memory_matrix() -> Matrix:
-    return _table("memory", _sizes)
-
-
-def _sizes(row: Mapping[str, Any], data: Mapping[str, Any]) -> Iterable[Cell]:
+def _sizes(row: HandbookRow, columns: Sequence[str]) -> Iterable[Answer]:
     checkpoint = open_model(row["model"])
-    for column, name, said in zip(data["columns"], ("bf16", "w8a8", "w4a16"), row["handbook"], strict=False):
+    for name, said in zip(("bf16", "w8a8", "w4a16"), row["handbook"], strict=False):
         size = weights_bytes(checkpoint, _recipe(name)) / 1e9
-        close = abs(size / float(said.split()[0]) - 1) <= CLOSE
-        yield _cell(f"{size:,.1f} GB", said, close, _why(row, data, column))
-    found, said = smallest(checkpoint), row["handbook"][-1]
-    yield _cell(found, said, found == said, _why(row, data, data["columns"][-1]))
+        yield Answer(f"{size:,.1f} GB", abs(size / float(said.split()[0]) - 1) <= CLOSE)
+    yield Answer(smallest(checkpoint))
 
 
 def smallest(checkpoint: Checkpoint) -> str:
-    """The machine of the catalogue with the least memory that serves a model in 4 bits with vLLM."""
-    devices = [device for device in catalogue() if device.kind == "gpu" and (capability(device) or 0) >= 75]
-    machines = sorted((one.memory * count, count, one.price or 99.0, one.name) for one in devices for count in GPUS)
-    found = {device.name: device for device in devices}
-    return next(_spell(name, count) for _, count, _, name in machines if _serves(checkpoint, found[name], count))
-
-
-def _spell(name: str, count: int) -> str:
-    return f"{count} x {name}" if count > 1 else name
+    """Returns the machine of the catalogue with the least memory that serves a model in 4 bits."""
+    devices = {
+        device.name: device
+        for device in catalogue()
+        if device.kind == "gpu" and (capability(device) or 0) >= 75
+    }  # fmt: skip
+    machines = sorted(
+        (device.memory * count, count, device.price or 99.0, name) for name, device in devices.items() for count in GPUS
+    )
+    return next(
+        machine_name(devices[name], count)
+        for _, count, _, name in machines
+        if _serves(checkpoint, devices[name], count)
+    )
 
 
 def _serves(checkpoint: Checkpoint, device: Device, count: int) -> bool:
     recipe = _recipe("w4a16")
-    engine = usual(recipe.format)[0]
     if count * device.usable < weights_bytes(checkpoint, recipe, True):
         return False
-    place = Deployment(
-        checkpoint, recipe, engine, device, tensor_parallel=count, settings=Settings(sequences=1), keep_odd=True
-    )
+    engine, settings = usual(recipe.format)[0], Settings(sequences=1)
+    place = Deployment(checkpoint, recipe, engine, device, tensor_parallel=count, settings=settings, keep_odd=True)
     try:
-        verdict = feasible(place)
-        fits = footprint(place, LOAD).per_device <= room(place)
+        return feasible(place).outcome == "kernel" and footprint(place, LOAD).per_device <= room(place)
     except QuantryError:
         return False
-    return fits and verdict.outcome == "kernel"
 
 
-def _recipe(name: str, form: str | None = None) -> Recipe:
+def _recipe(name: str, format_name: str | None = None) -> Recipe:
     chosen = presets()[name]
-    return Recipe(chosen, form or chosen.formats[0])
+    return Recipe(chosen, format_name or chosen.formats[0])
 
 
 # ---- hardware: section 4 ----
 
 
-def hardware_matrix() -> Matrix:
-    return _table("hardware", _hardware)
-
-
-def _hardware(row: Mapping[str, Any], data: Mapping[str, Any]) -> Iterable[Cell]:
-    first, *rest = data["columns"]
+def _hardware(row: HandbookRow, columns: Sequence[str]) -> Iterable[Answer]:
     best = plan(MODEL, gpu=row["gpu"]).options[0]
-    device = parse(row["gpu"]).device
-    yield _cell(
-        f"{best.preset} ({best.engine})", row["handbook"][0], best.scheme in row["best"], _why(row, data, first)
-    )
-    for column, said in zip(rest, row["handbook"][1:], strict=True):
-        ours = _runs(column, device)
-        yield _cell(ours, said, ours == said, _why(row, data, column))
+    yield Answer(f"{best.preset} ({best.engine})", best.scheme in row["best"])
+    yield from (Answer(_runs(column, parse(row["gpu"]).device)) for column in columns[1:])
 
 
 def _runs(column: str, device: Device) -> str:
-    """Whether some engine runs a precision on a device."""
+    """Says if some recommended engine runs a precision on a device."""
     recommended = (engine.name for engine in ranked() if engine.plan.asked is None and engine.plan.points > 0)
     best = max(_outcome(name, column, device) for name in recommended)
     native = column not in NATIVE or NATIVE[column] in device.tflops
@@ -205,9 +205,8 @@ def _runs(column: str, device: Device) -> str:
 
 
 def _outcome(engine: str, column: str, device: Device) -> int:
-    """The best verdict of an engine for what a column means."""
-    ranks = (_rank(_recipe(name, form), engine, device) for name, form in COLUMNS[column])
-    return max(ranks, default=0)
+    """Returns the best verdict of an engine for what a column means."""
+    return max((_rank(_recipe(*pair), engine, device) for pair in COLUMNS[column]), default=0)
 
 
 def _rank(recipe: Recipe, engine: str, device: Device) -> int:
@@ -217,99 +216,71 @@ def _rank(recipe: Recipe, engine: str, device: Device) -> int:
 # ---- engines: sections 7 and 15 ----
 
 
-def engines_matrix() -> Matrix:
-    return _table("engines", _engine)
-
-
-def _engine(row: Mapping[str, Any], data: Mapping[str, Any]) -> Iterable[Cell]:
+def _engine(row: HandbookRow, columns: Sequence[str]) -> Iterable[Answer]:
     places = [parse(name).device for name in DEVICES]
-    for column, said in zip(data["columns"], row["handbook"], strict=True):
-        ours = WORDS[max(_outcome(row["engine"], column, device) for device in places)]
-        yield _cell(ours, said, ours == said, _why(row, data, column), _reason(row["engine"], column, places[0]))
+    for column in columns:
+        best = max(_outcome(row["engine"], column, device) for device in places)
+        yield Answer(WORDS[best], reason=_reason(row["engine"], column, places[0]))
 
 
 def _reason(engine: str, column: str, device: Device) -> str:
-    """What feasibility says of a column, for cells that no one has written a reason for."""
+    """Returns what feasibility says of a column, for cells without a written reason."""
     if not COLUMNS[column]:
         return ""
-    name, form = COLUMNS[column][0]
-    return feasible(Deployment(_model(), _recipe(name, form), engine, device)).reason
+    return feasible(Deployment(_model(), _recipe(*COLUMNS[column][0]), engine, device)).reason
 
 
-def stack_engines_matrix() -> Matrix:
-    return _table("stack_engines", _stack_engine)
-
-
-def _stack_engine(row: Mapping[str, Any], data: Mapping[str, Any]) -> Iterable[Cell]:
+def _stack_engine(row: HandbookRow, columns: Sequence[str]) -> Iterable[Answer]:
     engine = row["engine"]
     cpu = max(_outcome(engine, column, parse("cpu").device) for column in COLUMNS) > 0
-    answers = (
-        engine_facts(engine).about,
-        _throughput(engine),
-        row["ease"],
-        "optional" if cpu else "yes",
-        WORDS[2 * cpu],
-    )
-    for column, ours, said in zip(data["columns"], answers, row["handbook"], strict=True):
-        yield _cell(ours, said, ours == said, _why(row, data, column))
+    needs_gpu = "optional" if cpu else "yes"
+    return map(Answer, (engine_facts(engine).about, _throughput(engine), row["ease"], needs_gpu, WORDS[2 * cpu]))
 
 
 def _throughput(engine: str) -> str:
-    """Tokens a second of the best option, 32 at once on an H100."""
+    """Returns the tokens per second of the best option, 32 at once on an H100."""
     try:
-        found = plan(MODEL, gpu="H100 SXM", engine=engine, concurrency=32).options
+        options = plan(MODEL, gpu="H100 SXM", engine=engine, concurrency=32).options
     except QuantryError:
-        found = ()
-    if not found:
         return "not known"
-    predicted = found[0].speed
+    if not options:
+        return "not known"
+    predicted = options[0].speed
     spread = "" if predicted["measured"] else f" ± {predicted['spread']:.0%}"
-    return f"{predicted['decode_tokens_per_s']:,.0f} tokens/s{spread} ({found[0].preset})"
+    return f"{predicted['decode_tokens_per_s']:,.0f} tokens/s{spread} ({options[0].preset})"
 
 
-def stack_matrix() -> Matrix:
-    """The recommended stacks: what the handbook says, and the first option of the plan."""
-    data = _data()["tables"]["stack"]
-    rows = {}
-    for case in cases():
-        if case["id"].startswith("stack: "):
-            rows[case["id"].removeprefix("stack: ")] = tuple(_stack(case))
+def _stacks() -> Matrix:
+    """Returns the recommended stacks: what the handbook says, and the first option of the plan."""
+    data, prefix = _data()["tables"]["stack"], "stack: "
+    rows = {case["id"].removeprefix(prefix): _stack(case) for case in cases() if case["id"].startswith(prefix)}
     return Matrix("stack", data["title"], tuple(data["columns"]), rows, data["note"])
 
 
-def _stack(case: Mapping[str, Any]) -> Iterable[Cell]:
-    ask = case["ask"]
-    best = plan(**ask).options[0]
-    expect, why = case["expect"], case.get("overridden")
-    answers = (ask["model"], f"{best.preset}, {best.quality}", best.engine, ask["gpu"])
-    for ours, key in zip(answers, ("", "scheme", "engine", ""), strict=True):
-        wanted = expect.get(key)
-        value = best.scheme if key == "scheme" else best.engine
-        same = not wanted or value in ([wanted] if isinstance(wanted, str) else wanted)
-        yield _cell(ours, case["says"], same, why)
+def _stack(case: HandbookRow) -> tuple[Cell, ...]:
+    request, expected = case["ask"], case["expect"]
+    best = plan(**request).options[0]
+    answers = (
+        Answer(request["model"], True),
+        Answer(f"{best.preset}, {best.quality}", _expected(best.scheme, expected.get("scheme"))),
+        Answer(best.engine, _expected(best.engine, expected.get("engine"))),
+        Answer(request["gpu"], True),
+    )
+    return tuple(_cell(answer, case["says"], case.get("overridden", "")) for answer in answers)
+
+
+def _expected(value: str, wanted: str | list[str] | None) -> bool:
+    return not wanted or value in ([wanted] if isinstance(wanted, str) else wanted)
 
 
 # ---- methods: section 15 ----
 
 
-def methods_matrix() -> Matrix:
-    return _table("methods", _method)
-
-
-def _method(row: Mapping[str, Any], data: Mapping[str, Any]) -> Iterable[Cell]:
+def _method(row: HandbookRow, columns: Sequence[str]) -> Iterable[Answer]:
     recipe = _recipe(*row["recipe"])
-    device = parse("cpu").device
-    on_cpu = max(_rank(recipe, engine, device) for engine in engines()) > 0
-    answers = (
-        _bits(recipe),
-        _class(recipe),
-        _faster(recipe),
-        WORDS[2 * on_cpu],
-        row["use"],
-        f"--preset {recipe.preset.name}",
-    )
-    for column, ours, said in zip(data["columns"], answers, row["handbook"], strict=True):
-        yield _cell(ours, said, ours == said, _why(row, data, column))
+    on_cpu = max(_rank(recipe, engine, parse("cpu").device) for engine in engines()) > 0
+    answers = (_bits(recipe), _class(recipe), _faster(recipe), WORDS[2 * on_cpu], row["use"])
+    return map(Answer, (*answers, f"--preset {recipe.preset.name}"))
 
 
 def _bits(recipe: Recipe) -> str:
@@ -325,7 +296,7 @@ def _class(recipe: Recipe) -> str:
 
 
 def _faster(recipe: Recipe) -> str:
-    """Decoding against 16 bit in the same engine, alone and with 64 at once."""
+    """Returns how much faster than 16 bit it decodes in the same engine, alone and with 64 at once."""
     if recipe.preset.scheme.weight.is_cast:
         return "1"
     gguf = recipe.format == "gguf"
@@ -343,24 +314,23 @@ def _pace(recipe: Recipe, engine: str, hardware: Hardware, many: int) -> float:
 # ---- formats: what holds what, and who loads it ----
 
 
-def formats_matrix() -> Matrix:
-    """Every preset with its formats, size and the engines that load it on an H100, and whether it is planned."""
+def _formats() -> Matrix:
+    """Returns every preset with its formats, its size and the engines that load it on an H100."""
     columns = ("formats", "bits a weight", "expected", "engines on an H100", "planned")
-    rows = {one.name: tuple(map(Cell, _format(one))) for one in presets().values()}
+    rows = {preset.name: tuple(map(Cell, _format(preset))) for preset in presets().values()}
     return Matrix("formats", "Presets, formats and engines", columns, rows, "Sizes and verdicts for Llama-3.1-8B.")
 
 
-def _format(chosen: Preset) -> Sequence[str]:
-    recipe = Recipe(chosen, chosen.formats[0])
-    device = parse("H100 SXM").device
+def _format(preset: Preset) -> Sequence[str]:
+    recipe, device = Recipe(preset, preset.formats[0]), parse("H100 SXM").device
     loading = [
-        f"{name} ({form})" if len(chosen.formats) > 1 else name
-        for name in (engine.name for engine in ranked())
-        for form in chosen.formats
-        if _rank(Recipe(chosen, form), name, device) == RANK["kernel"]
+        f"{engine.name} ({format_name})" if len(preset.formats) > 1 else engine.name
+        for engine in ranked()
+        for format_name in preset.formats
+        if _rank(Recipe(preset, format_name), engine.name, device) == RANK["kernel"]
     ]
-    planned = left_out(chosen) or "yes"
-    return ", ".join(chosen.formats), _bits(recipe), _class(recipe), ", ".join(loading) or "none", planned
+    planned = left_out(preset) or "yes"
+    return ", ".join(preset.formats), _bits(recipe), _class(recipe), ", ".join(loading) or "none", planned
 
 
 @cache
@@ -374,9 +344,9 @@ def _data() -> dict[str, Any]:
 
 
 MAKERS: dict[str, Callable[[], tuple[Matrix, ...]]] = {
-    "engines": lambda: (engines_matrix(), stack_engines_matrix()),
-    "hardware": lambda: (hardware_matrix(), stack_matrix()),
-    "formats": lambda: (formats_matrix(),),
-    "methods": lambda: (methods_matrix(),),
-    "memory": lambda: (memory_matrix(),),
+    "engines": lambda: (_table("engines", _engine), _table("stack_engines", _stack_engine)),
+    "hardware": lambda: (_table("hardware", _hardware), _stacks()),
+    "formats": lambda: (_formats(),),
+    "methods": lambda: (_table("methods", _method),),
+    "memory": lambda: (_table("memory", _sizes),),
 }

@@ -75,7 +75,7 @@ def known_models() -> dict[str, KnownModel]:
 
 
 def find_model(name: str) -> KnownModel | None:
-    """Returns the model of the catalogue that a name, or the last part of a hub id, means; None if there is none."""
+    """Returns the model of the catalogue that a name, or the last part of a hub id, means; None if unknown."""
     return _names().get(_key(name))
 
 

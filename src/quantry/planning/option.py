@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quantry.engines.contract.catalogue import engine as engine_facts
+from quantry.engines.contract.options import Serving
 from quantry.formats.gguf import NAME as GGUF
 from quantry.planning.candidates import Candidate
-from quantry.planning.commands import PlannedServing, commands
+from quantry.planning.commands import PlannedArtefact, commands
 from quantry.planning.memory.footprint import host_memory
 from quantry.planning.memory.job import job_cost
 from quantry.planning.ranking import Ranked, is_sixteen_bit
@@ -61,7 +62,7 @@ def option(ranked: Ranked, others: Sequence[Ranked]) -> Option:
         kernel=candidate.verdict.kernel,
         kv_cache_type=candidate.deployment.kv,
         layout=_layout(candidate),
-        commands=commands(_serving(request, candidate)),
+        commands=_commands(request, candidate),
         memory=_memory(candidate),
         speed=_speed(ranked.all_copies),
         cost={"usd_per_hour": request.hardware.price, "tokens_per_usd": dollars and round(dollars)},
@@ -115,30 +116,30 @@ def _speed(predicted: Prediction) -> dict[str, Any]:
     }
 
 
-def _serving(request: Request, candidate: Candidate) -> PlannedServing:
-    deployment = candidate.deployment
+def _commands(request: Request, candidate: Candidate) -> dict[str, list[str]]:
+    deployment, recipe = candidate.deployment, candidate.recipe
+    artefact = PlannedArtefact(request.model, recipe.preset, recipe.format, _shards(request, candidate))
     old = request.device.platform == "cuda" and (request.facts["capability"] or 80) < 80
-    return PlannedServing(
-        model=request.model,
-        preset=candidate.preset,
-        format=candidate.recipe.format,
+    serving = Serving(
+        model=artefact.served,
+        format=recipe.format,
         engine=candidate.engine,
         version=_version(candidate),
-        context=candidate.workload.context,
-        concurrency=candidate.workload.concurrency,
         platform=request.device.platform,
-        gate=request.use.gate,
-        kv=deployment.kv,
+        bits=recipe.preset.scheme.weight.bits,
+        context=candidate.workload.context,
+        parallel=candidate.workload.concurrency,
+        kv=None if deployment.kv == "auto" else deployment.kv,
         tensor_parallel=deployment.tensor_parallel,
         pipeline_parallel=deployment.pipeline_parallel,
         replicas=candidate.replicas,
         offload_layers=deployment.offload_layers,
         utilization=_utilization(request, candidate),
         cache_gib=max(1, -(-candidate.footprint.kv_cache // (1 << 30))),
-        prefix_cache=request.use.prefix_cache,
+        prefix_cache=request.use.prefix_cache or None,
         dtype="float16" if old else None,  # Turing and older have no bfloat16
-        shards=_shards(request, candidate),
     )
+    return commands(artefact, serving, request.use.gate)
 
 
 def _utilization(request: Request, candidate: Candidate) -> float | None:

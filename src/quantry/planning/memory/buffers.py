@@ -111,7 +111,7 @@ def buffers(
     if terms.activations == "graph":
         batch = ggml_batch(deployment, load, layers, embeds=stage.alone, rotated=rotated)
         return _ggml(batch, terms, load, stage, sizes)
-    return _activations(terms, load, stage, sizes) | _overhead(deployment, load, stage, sizes)
+    return _activations(terms, load, stage, sizes) | _overhead(terms, load, stage, sizes)
 
 
 def _second_runner(terms: EngineTerms, sizes: Widths) -> bool:
@@ -146,13 +146,12 @@ def block_width(sizes: Widths, devices: int) -> int:
     return 3 * sizes.hidden + max(3 * sizes.dense // devices, mixture, attention, sizes.latent // devices)
 
 
-def _overhead(deployment: Deployment, load: Sequences, stage: Stage, sizes: Widths) -> dict[str, int]:
-    terms = deployment.terms
+def _overhead(terms: EngineTerms, load: Sequences, stage: Stage, sizes: Widths) -> dict[str, int]:
     parts = {"overhead: libraries and tables": int(terms.fixed_mib * MIB)}
     if stage.devices > 1:
         parts["overhead: links between devices"] = link_bytes(stage.device)
     counted = terms.graphs_counted == "both" or (terms.graphs_counted == "first" and not _second_runner(terms, sizes))
-    if deployment.settings.graphs and stage.device.kind != "cpu" and terms.graph_layer_mib and counted:
+    if stage.device.kind != "cpu" and terms.graph_layer_mib and counted:
         parts["overhead: CUDA graphs"] = _graph_bytes(terms, load.slots, stage.layers)
     return parts
 
@@ -219,10 +218,9 @@ def ggml_batch(
 
 def _masks(layers: Sequence[CachedLayer], load: Sequences) -> tuple[int, ...]:
     """Returns the cells of one stream for full and for sliding layers."""
-    scale = load.count if load.unified else 1
-    whole = _padded(load.context * scale)
+    whole = _padded(load.context)
     windows = sorted({layer.window for layer in layers}, key=lambda window: window is not None)
-    return tuple(whole if window is None else _padded(min(whole, window * scale + load.step)) for window in windows)
+    return tuple(whole if window is None else _padded(min(whole, window + load.step)) for window in windows)
 
 
 def _padded(tokens: int) -> int:

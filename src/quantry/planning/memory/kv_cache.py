@@ -54,7 +54,6 @@ class Sequences:
     step: int
     slots: int = 1
     in_flight: int = 1  # steps that run at once
-    unified: bool = False  # all sequences share one pool of cells
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,17 +120,15 @@ def _tokens(layers: Sequence[CachedLayer], block: int, dtype: CacheType, load: S
 
 
 def _cells(layers: Sequence[CachedLayer], step: int, dtype: CacheType, load: Sequences) -> Counter[LayerKind]:
-    """Each sequence has its own stream of cells, or all share one."""
-    streams, tokens = (1, load.context * load.count) if load.unified else (load.count, load.context)
-    whole = _round_up(tokens, step)
+    """Gives each sequence its own stream of cells."""
+    whole = _round_up(load.context, step)
     kinds: Counter[LayerKind] = Counter()
     for layer in layers:
         if layer.kind == "recurrent":
             kinds[layer.kind] += layer.state * load.count
         else:
-            window = (layer.window or 0) * (load.count if load.unified else 1) + load.step
-            cells = _round_up(min(whole, window), step) if layer.window else whole
-            kinds[layer.kind] += streams * cells * layer.token_bytes(dtype)
+            cells = _round_up(min(whole, layer.window + load.step), step) if layer.window else whole
+            kinds[layer.kind] += load.count * cells * layer.token_bytes(dtype)
     return kinds
 
 
@@ -153,7 +150,7 @@ class Page:
 
 
 def _blocks(layers: Sequence[CachedLayer], block: int, dtype: CacheType, load: Sequences) -> Counter[LayerKind]:
-    """Equal layers have equal pages; pages of all layers are made equal; groups of layers share a pool."""
+    """Gives equal layers equal pages, makes the pages of all layers equal, and lets groups of layers share a pool."""
     tokens = _aligned(layers, block, dtype)
     counts = Counter(layers)
     pages = [_page(layer, tokens, dtype, load) for layer in counts]

@@ -67,7 +67,7 @@ def _sizes(blocks: int, stages: int) -> list[int]:
 
 
 def _with_host(deployment: Deployment, blocks: int) -> Iterator[Stage]:
-    """llama.cpp beside GPUs: the host has the embedding and the first layers, each GPU some of the others."""
+    """Yields llama.cpp's stages: the host with the embedding and the first layers, each GPU with some of the others."""
     count, device = deployment.devices, deployment.device
     wanted = blocks + 1 if deployment.offload_layers is None else deployment.offload_layers
     if type(wanted) is not int or not 0 <= wanted <= blocks + 1:

@@ -9,9 +9,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from types import ModuleType
 
-from quantry import registry
+from quantry.formats.contract import Format, load_format
 from quantry.formats.gguf import NAME as GGUF
 from quantry.models.attention import block_count
 from quantry.models.linears import EXPERT
@@ -98,8 +97,8 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 @cache
-def _codec(name: str) -> ModuleType:
-    return registry.load("quantry.formats", name)
+def _codec(name: str) -> Format:
+    return load_format(name)
 
 
 def module_of(name: str) -> str:

@@ -6,7 +6,7 @@ names the one it is like and says how far off it may be: `Prediction.spread` is 
 two apart. A step has the mean context of an answer.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from quantry.devices import Device, Hardware
@@ -28,29 +28,20 @@ RIVALS = {"gguf": ("gguf-f16", "gguf-q8_0"), "": ("bf16", "fp8-dynamic", "w8a8")
 class Prediction(Speed):
     """A speed and what it is made of; the truth is expected within `spread` of it, as a share."""
 
-    batch: int
     step_s: float
     prompts_tokens_per_s: float  # prefill of as many prompts as there are sequences
     parts: Seconds  # of a step
     spread: float
     measured: bool  # its factors were fitted to measurements of this engine and family
-    source: str
 
 
 @dataclass(frozen=True, slots=True)
 class BreakEven:
-    """A weight-only scheme against others: its gain, and the sequences from which each of them is as fast."""
+    """A weight-only scheme at `batch` sequences, and the number of sequences from which others are as fast."""
 
     preset: str
     batch: int
-    gain: Mapping[str, float]  # preset -> how many times as fast the scheme decodes, at `batch`
     overtaken: Mapping[str, int | None]  # preset -> sequences from which it is no slower; None: not up to 4096
-    measured: bool
-
-    @property
-    def pays(self) -> bool:
-        """True if the scheme decodes faster than all others at `batch`."""
-        return all(gain > 1 for gain in self.gain.values())
 
     @property
     def better(self) -> dict[str, int]:
@@ -90,13 +81,11 @@ def speed(deployment: Deployment, workload: Workload, host: Device) -> Predictio
         prefill_tokens_per_s=prompt / single,
         first_token_s=single,
         bound=step.bound,
-        batch=batch,
         step_s=step.total,
         prompts_tokens_per_s=batch * prompt / all_prompts,
         parts=step,
         spread=round(runtime.factors.spread + extra, 2),
         measured=runtime.factors.measured and not extra,
-        source=runtime.factors.source,
     )
 
 
@@ -115,12 +104,12 @@ def _check(device: Device, batch: int, share: float) -> None:
         )
 
 
-def break_even(deployment: Deployment, workload: Workload, rivals: Sequence[str] | None = None) -> BreakEven:
-    """Compares how a scheme decodes with 16 bit and 8 bit at `workload.concurrency` sequences.
+def break_even(deployment: Deployment, workload: Workload) -> BreakEven:
+    """Finds the numbers of sequences from which 16 bit and 8 bit decode as fast as the scheme of a deployment.
 
     Rivals that the device has no arithmetic for are left out. Raises QuantryError as `speed` does.
     """
-    recipe, device, batch = deployment.recipe, deployment.device, workload.concurrency
+    recipe, device = deployment.recipe, deployment.device
     assert recipe is not None, "a comparison of schemes needs a recipe"
 
     def step(chosen: Recipe, sequences: int) -> float:
@@ -130,17 +119,12 @@ def break_even(deployment: Deployment, workload: Workload, rivals: Sequence[str]
     def first_batch(rival: Recipe) -> int | None:
         return _least(lambda sequences: step(rival, sequences) <= step(recipe, sequences))
 
-    names = RIVALS["gguf" if recipe.format == "gguf" else ""] if rivals is None else rivals
-    chosen = (presets()[name] for name in names if name != recipe.preset.name)
-    recipes = {preset.name: Recipe(preset, preset.formats[0]) for preset in chosen}
-    others = {name: rival for name, rival in recipes.items() if runs(work_of(deployment.checkpoint, rival), device)}
-    return BreakEven(
-        preset=recipe.preset.name,
-        batch=batch,
-        gain={name: step(rival, batch) / step(recipe, batch) for name, rival in others.items()},
-        overtaken={name: first_batch(rival) for name, rival in others.items()},
-        measured=factors_for(deployment.engine, device).measured,
-    )
+    chosen = (presets()[name] for name in RIVALS["gguf" if recipe.format == "gguf" else ""])
+    rivals = [Recipe(preset, preset.formats[0]) for preset in chosen if preset.name != recipe.preset.name]
+    overtaken = {
+        rival.preset.name: first_batch(rival) for rival in rivals if runs(work_of(deployment.checkpoint, rival), device)
+    }
+    return BreakEven(recipe.preset.name, workload.concurrency, overtaken)
 
 
 def _least(overtakes: Callable[[int], bool]) -> int | None:
@@ -156,17 +140,13 @@ def _least(overtakes: Callable[[int], bool]) -> int | None:
     return high
 
 
-def tokens_per_dollar(speed: Speed, hardware: Hardware, workload: Workload, price: float | None = None) -> float | None:
-    """Returns the tokens of answers for one unit of the price of an hour of all devices; None if no price is known.
+def tokens_per_dollar(speed: Speed, hardware: Hardware, workload: Workload) -> float | None:
+    """Returns the tokens of answers for one dollar; None if the machine has no price.
 
     The device reads each prompt before it answers: prompts at the prefill of a full batch, where that is known.
-    Raises QuantryError if the price is not above 0.
     """
-    hourly = hardware.price if price is None else price
-    if hourly is None:
+    if hardware.price is None:
         return None
-    if not hourly > 0:
-        raise QuantryError(f"a price of {hourly} an hour is not above 0", fix="leave the price out, or give another")
     prefill = speed.prompts_tokens_per_s if isinstance(speed, Prediction) else speed.prefill_tokens_per_s
     seconds = workload.prompt / prefill + workload.answer / speed.decode_tokens_per_s
-    return workload.answer / seconds * 3600 / hourly
+    return workload.answer / seconds * 3600 / hardware.price

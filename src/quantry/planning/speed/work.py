@@ -95,7 +95,7 @@ class StepWork:
 
 @per_checkpoint(64)
 def work_of(checkpoint: Checkpoint, recipe: Recipe | None) -> StepWork:
-    """Returns the work of a model after a recipe; without one, as it is stored."""
+    """Returns the work of a model after a recipe; without a recipe, as stored."""
     weights, text = stored(checkpoint, recipe, True), text_config(checkpoint.config)
     count, used = expert_count(text), experts_used(text)
     groups: dict[str, WeightGroup] = {}
