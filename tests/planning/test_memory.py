@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import quantry
+from demo_artefacts import gguf_in, quantized_demo
 from depth import DEEP, rounds, sampled
 from llamacpp_buffers import ask_all
 from quantry.devices import Device
@@ -158,28 +159,27 @@ LOADS = list(product(("f16", "q8_0", "q4_0"), ((512, 1, 512), (1024, 1, 1), (512
 WITHOUT_FLASH = [{"context": context, "outputs": 1, "flash": 0} for context in (512, 1024)]
 
 
-def write_logs(folder: Path) -> None:
+def write_logs(folder: Path, demo: Mapping[str, Path]) -> None:
     """Asks llama.cpp, in one process, for all buffers that the tests below predict."""
     wishes = [
         {"context": context * sequences, "sequences": sequences, "outputs": outputs, "kv": kv}
         for kv, (context, sequences, outputs) in LOADS
     ]
     asked = dict.fromkeys(DEMO_PRESETS, wishes) | {"without flash": WITHOUT_FLASH}
-    for name in DEMO_PRESETS:
-        quantry.quantize("demo", folder / name, preset=name)
+    folders = {**demo, "without flash": demo["gguf-q8_0"]}
     for name in ARCHITECTURES:
         sizes = {"num_hidden_layers": 7} if "Gemma3" in name else {}
         write_model(folder / "models" / name, name, **sizes, max_position_embeddings=2048)
         quantry.quantize(folder / "models" / name, folder / name, preset="gguf-f16")
-        asked[name] = [{"context": 2048, "outputs": 1}]
-    files = {name: folder / ("gguf-q8_0" if name == "without flash" else name) for name in asked}
-    answers = ask_all([(next(files[name].glob("*.gguf")), wishes) for name, wishes in asked.items()])
+        asked[name], folders[name] = [{"context": 2048, "outputs": 1}], folder / name
+    answers = ask_all([(gguf_in(folders[name]), wishes) for name, wishes in asked.items()])
     (folder / "logs.json").write_text(json.dumps(dict(zip(asked, answers, strict=True))))
 
 
 @pytest.fixture(scope="session")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return shared(tmp_path_factory, "llamacpp_logs", write_logs)
+    demo = {name: quantized_demo(tmp_path_factory, name) for name in DEMO_PRESETS}
+    return shared(tmp_path_factory, "llamacpp_logs", lambda folder: write_logs(folder, demo))
 
 
 def logged(logs: Path, name: str) -> list[dict[str, Any]]:

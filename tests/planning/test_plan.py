@@ -12,6 +12,7 @@ import pytest
 
 import make_plan
 from command import command, imported
+from demo_artefacts import quantized_demo
 from depth import cases, deep
 from named_facts import named_facts
 from quantry.devices.catalogue import catalogue, parse
@@ -371,10 +372,9 @@ def test_bad_input_is_one_line(arguments: tuple[str, ...], problem: str, fix: st
     assert fix in line
 
 
-def test_what_is_quantized_already_is_not_planned(tmp_path: Path) -> None:
-    quantize("demo", tmp_path / "out", preset="w8a8")
+def test_what_is_quantized_already_is_not_planned(tmp_path_factory: pytest.TempPathFactory) -> None:
     with pytest.raises(QuantryError, match="already quantized"):
-        plan(tmp_path / "out", gpu="RTX 3090")
+        plan(quantized_demo(tmp_path_factory, "w8a8"), gpu="RTX 3090")
 
 
 def test_planning_imports_no_torch() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from demo_artefacts import gguf_in, quantized_demo
 from depth import cases, deep
 from quantry.devices import Device, Hardware, Link
 from quantry.devices.catalogue import catalogue, parse
@@ -475,12 +476,9 @@ def test_a_device_of_unknown_rates_gets_an_answer(llama: Checkpoint) -> None:
     assert not found.measured
 
 
-def test_a_stored_file_is_planned_as_it_is(tmp_path: Path) -> None:
+def test_a_stored_file_is_planned_as_it_is(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The demo in GGUF, quantized for real: its work is that which the recipe foretold."""
-    from quantry import quantize
-
-    quantize("demo", tmp_path / "demo", preset="gguf-q8_0")
-    file = next((tmp_path / "demo").glob("*.gguf"))
+    file = gguf_in(quantized_demo(tmp_path_factory, "gguf-q8_0"))
     there, foretold = work_of(open_model(file), None), work_of(open_model("demo"), recipe("gguf-q8_0"))
     assert (there.kind, there.detail) == (foretold.kind, foretold.detail) == ("blocks", "q8_0")
     assert there.dense == foretold.dense
