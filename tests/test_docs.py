@@ -1,5 +1,6 @@
 """The documentation is true: its commands run, its generated pages are current, its links lead somewhere."""
 
+import pkgutil
 import re
 import shlex
 import signal
@@ -12,6 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+import generate
+import quantry
 from command import command
 from quantry.serving.process import free_port
 
@@ -67,11 +70,13 @@ def answers(port: str) -> bool:
         return False
 
 
-def test_readme_python_runs(tmp_path: Path) -> None:
+def test_readme_python_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     for code in re.findall(r"```python\n(.+?)```", README, re.DOTALL):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout
+        exec(code, {})
+        assert capsys.readouterr().out
 
 
 def test_readme_has_commands() -> None:
@@ -81,10 +86,14 @@ def test_readme_has_commands() -> None:
 
 
 def test_generated_pages_are_current() -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "docs/generate.py", "--check"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert not generate.stale().keys(), "run make docs"
+
+
+def test_every_room_says_what_it_holds() -> None:
+    """The table of rooms has a sentence for each package and module of Quantry."""
+    rows = dict(re.findall(r"^\| \d \| `(\w+)` \| (.+) \|$", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE))
+    assert rows.keys() == {module.name for module in pkgutil.iter_modules(quantry.__path__)} - {"__main__"}
+    assert all(text.endswith(".") for text in rows.values())
 
 
 @pytest.mark.parametrize(
