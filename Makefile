@@ -46,7 +46,7 @@ check: $(READY)
 
 ## docs: rewrites the generated parts of docs/
 docs: $(READY)
-	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/make_pages.py
 
 ## build: a wheel and a source archive in dist/
 build: $(READY)

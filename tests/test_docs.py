@@ -11,9 +11,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
+import make_pages
 import pytest
 
-import generate
 import quantry
 from command import command
 from quantry.serving.process import free_port
@@ -86,7 +86,7 @@ def test_readme_has_commands() -> None:
 
 
 def test_generated_pages_are_current() -> None:
-    assert not generate.stale().keys(), "run make docs"
+    assert not make_pages.stale().keys(), "run make docs"
 
 
 def test_every_room_says_what_it_holds() -> None:

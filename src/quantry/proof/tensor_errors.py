@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from quantry.models.linears import STACKED
+from quantry.models.linears import EXPERT_PARTS, STACKED
 from quantry.storage import ARTEFACT_FILE
 from quantry.types import Grid, Scheme
 
@@ -152,7 +152,7 @@ def _separate_names(name: str, others: Collection[str]) -> list[list[str]]:
     stacked = STACKED.fullmatch(name)
     if stacked is None:
         return []
-    leaves = ("gate_proj", "up_proj") if stacked["kind"] == "gate_up_proj" else ("down_proj",)
+    leaves = EXPERT_PARTS[stacked["projection"]]
     experts: list[list[str]] = []
     while all(f"{stacked['experts']}.{len(experts)}.{leaf}.weight" in others for leaf in leaves):
         experts.append([f"{stacked['experts']}.{len(experts)}.{leaf}.weight" for leaf in leaves])
