@@ -10,7 +10,7 @@ FACTS: dict[str, Any] = {
     "bits": 4, "group": 128, "columns": 4096, "part_rows": (256, 192), "capability": 89, "format": "awq",
     "packages": frozenset({"conch"}), "heads": None, "expert": False,
 }  # fmt: skip
-CASES = {"wna16": {"bits": [4, 8]}, "wide": {"columns": {"at_least": 8192}}}
+CASES: dict[str, dict[str, Any]] = {"wna16": {"bits": [4, 8]}, "wide": {"columns": {"at_least": 8192}}}
 
 
 @pytest.mark.parametrize(
