@@ -241,7 +241,6 @@ class Skeleton:
             raise CheckpointError(f"the checkpoint has {_some(keys.unexpected_keys)}: {family} has no such", fix=AGAIN)
 
     def _activations(self) -> dict[Place, Activation]:
-        """Returns how the input of each place is quantized."""
         by_module = self.source.activations
         if not by_module:
             return {}
@@ -334,7 +333,6 @@ def _empty_model(settings: Mapping[str, Any], device: torch.device, dtype: torch
 
 
 def _stack(model: Any) -> tuple[str, nn.ModuleList]:
-    """Returns the name and the decoder blocks of a model."""
     count = model.config.get_text_config().num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count and part_of(f"{name}.0", count) not in UNUSED:

@@ -11,22 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quantry.errors import CheckpointError, ConfigError
-from quantry.formats.contract import (
-    STORED,
-    CacheFormat,
-    Layout,
-    ModelType,
-    float_scale,
-    kept_names,
-    modules_with,
-    need_multiple,
-    only_one,
-    part,
-    refuse,
-    scale_shape,
-    setting,
-    spell,
-)
+from quantry.formats import contract
 from quantry.types import Activation, Grid, Params, QTensor, Scheme, TensorInfo
 
 if TYPE_CHECKING:
@@ -34,21 +19,21 @@ if TYPE_CHECKING:
 
 NAME = "awq"
 QUANT_METHODS = ("awq",)
-CACHE_SCALES: CacheFormat | None = None
+CACHE_SCALES: contract.CacheFormat | None = None
 
 
 def refusal(scheme: Scheme) -> str | None:
     grid = scheme.weight
     if grid.kind != "int" or grid.bits != 4:
-        return f"awq holds 4 bit integers, not {spell(grid).partition(' ')[0]}"
+        return f"awq holds 4 bit integers, not {contract.spell(grid).partition(' ')[0]}"
     if grid.block[0] != 1 or not grid.block[1]:
-        return f"awq holds groups, not {spell(grid)}"
+        return f"awq holds groups, not {contract.spell(grid)}"
     if grid.scale not in ("f16", "bf16", "f32"):
         return f"awq holds float scales, not {grid.scale}"
     return None if scheme.activation is None else "awq holds weights only, not quantized activations"
 
 
-def stored_grid(grid: Grid, dtype: ModelType) -> Grid:
+def stored_grid(grid: Grid, dtype: contract.ModelType) -> Grid:
     return replace(grid, scale="f16")
 
 
@@ -56,16 +41,16 @@ def model_dtype(dtype: str) -> str:
     return "f16"
 
 
-def layout(module: str, shape: tuple[int, int], grid: Grid, static: Activation | None = None) -> Layout:
-    refuse(module, NAME, refusal(Scheme(grid, static)))
+def layout(module: str, shape: tuple[int, int], grid: Grid, static: Activation | None = None) -> contract.Layout:
+    contract.refuse(module, NAME, refusal(Scheme(grid, static)))
     rows, columns = shape
-    need_multiple(module, "inputs", columns, grid.block[1], NAME)
-    need_multiple(module, "outputs", rows, 8, NAME)
+    contract.need_multiple(module, "inputs", columns, grid.block[1], NAME)
+    contract.need_multiple(module, "outputs", rows, 8, NAME)
     groups = columns // grid.block[1]
     return {
         f"{module}.qweight": ("I32", (columns, rows // 8)),
         f"{module}.qzeros": ("I32", (groups, rows // 8)),
-        f"{module}.scales": (STORED[grid.scale], (groups, rows)),
+        f"{module}.scales": (contract.STORED[grid.scale], (groups, rows)),
     }
 
 
@@ -83,8 +68,7 @@ def encode(module: str, tensor: QTensor) -> "dict[str, Tensor]":
 
 
 def shape(module: str, tensors: "Mapping[str, Tensor]", scheme: Scheme) -> tuple[int, int]:
-    """The (out, in) of a stored layer, without unpacking it."""
-    packed = part(tensors, module, "qweight")
+    packed = contract.part(tensors, module, "qweight")
     return packed.shape[1] * 8, packed.shape[0]
 
 
@@ -92,49 +76,44 @@ def decode(
     module: str, tensors: "Mapping[str, Tensor]", scheme: Scheme, settings: Mapping[str, Any] | None = None
 ) -> QTensor:
     grid = scheme.weight
-    codes, zero = _unpack(part(tensors, module, "qweight")), _unpack(part(tensors, module, "qzeros"))
+    codes, zero = _unpack(contract.part(tensors, module, "qweight")), _unpack(contract.part(tensors, module, "qzeros"))
     if grid.symmetric and bool(zero.any()):
         raise CheckpointError(f"{module}.qzeros are not all 8", fix="read the layer with zero points")
-    scale = part(tensors, module, "scales").T.contiguous()
+    scale = contract.part(tensors, module, "scales").T.contiguous()
     return QTensor(grid, codes, Params(scale, None if grid.symmetric else zero))
 
 
 def config(assignment: Mapping[str, Scheme], kept: Sequence[str], cache: Grid | None = None) -> dict[str, Any]:
-    size = only_one(NAME, assignment, (f"groups of {scheme.weight.block[1]}" for scheme in assignment.values()))
+    size = contract.only_one(
+        NAME, assignment, (f"groups of {scheme.weight.block[1]}" for scheme in assignment.values())
+    )
     return {
         "quant_method": "awq",
         "bits": 4,
         "group_size": int(size.rpartition(" ")[2]),
         "zero_point": True,
         "version": "gemm",
-        "modules_to_not_convert": kept_names(NAME, assignment, kept),
+        "modules_to_not_convert": contract.kept_names(NAME, assignment, kept),
     }
 
 
 def schemes(settings: Mapping[str, Any], tensors: Sequence[TensorInfo]) -> dict[str, Scheme]:
     version = str(settings.get("version") or settings.get("format") or "gemm").lower()
-    bits = setting(settings, ("bits", "w_bit"), int)
+    bits = contract.setting(settings, ("bits", "w_bit"), int)
     if version != "gemm" or bits != 4 or settings.get("zero_point") is False:
         raise ConfigError(
             f"quantization_config has version {version!r}, {bits} bits and zero_point {settings.get('zero_point')}; "
             "awq is read in version gemm with 4 bits and zero points",
             fix="convert the checkpoint, or quantize the original model",
         )
-    size = setting(settings, ("group_size", "q_group_size"), int)
-    scales = modules_with(tensors, "scales")
-    found = {}
-    for module, qweight in modules_with(tensors, "qweight").items():
-        if module not in scales:
-            raise CheckpointError(f"{module}.scales is missing", fix="download the checkpoint again")
-        columns, groups = qweight.shape[0], scales[module].shape[0]
-        grid = Grid("int", 4, (1, columns if size < 0 else size), symmetric=False, scale=float_scale(scales[module]))
-        if scale_shape(grid, (8 * qweight.shape[1], columns))[1] != groups:
-            raise CheckpointError(
-                f"{module} has {groups} groups for {columns} inputs, and quantization_config says groups of {size}",
-                fix="restore config.json",
-            )
-        found[module] = Scheme(grid)
-    return found
+    size = contract.setting(settings, ("group_size", "q_group_size"), int)
+    scales = contract.modules_with(tensors, "scales")
+    read = {}
+    for module, qweight in contract.modules_with(tensors, "qweight").items():
+        shape = 8 * qweight.shape[1], qweight.shape[0]
+        grid = Grid("int", 4, (1, shape[1] if size < 0 else size), symmetric=False)
+        read[module] = Scheme(replace(grid, scale=contract.stored_scales(module, grid, shape, scales)))
+    return read
 
 
 def _pack(codes: "Tensor") -> "Tensor":
@@ -145,7 +124,6 @@ def _pack(codes: "Tensor") -> "Tensor":
 
 
 def _unpack(words: "Tensor") -> "Tensor":
-    """The inverse of `_pack`."""
     from quantry.numerics.packing import deinterleave, signed, unpack_rows
 
     return signed(deinterleave(unpack_rows(words, 4, 8 * words.shape[1])).T.contiguous(), 4)

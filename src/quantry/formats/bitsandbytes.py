@@ -21,17 +21,7 @@ from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
 from quantry.errors import CheckpointError, ConfigError
-from quantry.formats.contract import (
-    CacheFormat,
-    Layout,
-    ModelType,
-    kept_names,
-    modules_with,
-    only_one,
-    part,
-    refuse,
-    spell,
-)
+from quantry.formats import contract
 from quantry.types import Activation, Grid, Nested, Params, QTensor, Scheme, TensorInfo
 
 if TYPE_CHECKING:
@@ -39,7 +29,7 @@ if TYPE_CHECKING:
 
 NAME = "bitsandbytes"
 QUANT_METHODS = ("bitsandbytes",)
-CACHE_SCALES: CacheFormat | None = None
+CACHE_SCALES: contract.CacheFormat | None = None
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # bitsandbytes 0.50.2, functional.quantize_4bit
 NESTED_BLOCK = 256
 OFFSET_LENGTH = 24  # the longest text of a float is 24 characters: -1.2345678901234567e-308
@@ -52,13 +42,13 @@ def refusal(scheme: Scheme) -> str | None:
         return "bitsandbytes holds weights only, not quantized activations"
     if grid.kind == "int":
         fits = grid.bits == 8 and grid.symmetric and grid.block == (1, 0)
-        return None if fits else f"bitsandbytes holds symmetric int8 per channel, not {spell(grid)}"
+        return None if fits else f"bitsandbytes holds symmetric int8 per channel, not {contract.spell(grid)}"
     if grid.kind not in ("nf4", "fp4"):
         return f"bitsandbytes holds nf4, fp4 and int8, not {grid.kind}"
     return None if grid.block[1] in BLOCKS else f"bitsandbytes holds blocks of 32 to 4096, not {grid.block[1]}"
 
 
-def stored_grid(grid: Grid, dtype: ModelType) -> Grid:
+def stored_grid(grid: Grid, dtype: contract.ModelType) -> Grid:
     return replace(grid, scale="bf16" if grid.kind == "int" else dtype)
 
 
@@ -66,8 +56,8 @@ def model_dtype(dtype: str) -> str:
     return dtype
 
 
-def layout(module: str, shape: tuple[int, int], grid: Grid, static: Activation | None = None) -> Layout:
-    refuse(module, NAME, refusal(Scheme(grid, static)))
+def layout(module: str, shape: tuple[int, int], grid: Grid, static: Activation | None = None) -> contract.Layout:
+    contract.refuse(module, NAME, refusal(Scheme(grid, static)))
     if grid.kind == "int":
         return {
             f"{module}.weight": ("I8", shape),
@@ -75,7 +65,7 @@ def layout(module: str, shape: tuple[int, int], grid: Grid, static: Activation |
             f"{module}.weight_format": ("U8", ()),
         }
     blocks = ceil(prod(shape) / grid.block[1])
-    nested: Layout = {
+    nested: contract.Layout = {
         f"{module}.weight.nested_absmax": ("F32", (ceil(blocks / NESTED_BLOCK),)),
         f"{module}.weight.nested_quant_map": ("F32", (256,)),
     }
@@ -117,11 +107,12 @@ def encode(module: str, tensor: QTensor) -> "dict[str, Tensor]":
 
 
 def shape(module: str, tensors: "Mapping[str, Tensor]", scheme: Scheme) -> tuple[int, int]:
-    """The (out, in) of a stored layer, without unpacking it."""
-    weight = part(tensors, module, "weight")
+    weight = contract.part(tensors, module, "weight")
     if scheme.weight.kind == "int":
         return weight.shape[0], weight.shape[1]
-    state = _read_state(module, part(tensors, module, f"weight.quant_state.bitsandbytes__{scheme.weight.kind}"))
+    state = _read_state(
+        module, contract.part(tensors, module, f"weight.quant_state.bitsandbytes__{scheme.weight.kind}")
+    )
     rows, columns = state["shape"]
     if type(rows) is not int or type(columns) is not int or (rows * columns + 1) // 2 != weight.numel():
         raise CheckpointError(
@@ -138,18 +129,18 @@ def decode(
     from quantry.numerics.packing import unpack_nibbles_high_first
 
     grid = scheme.weight
-    weight = part(tensors, module, "weight")
+    weight = contract.part(tensors, module, "weight")
     if grid.kind == "int":
         return QTensor(grid, weight, _int8_params(module, tensors, grid))
-    state = _read_state(module, part(tensors, module, f"weight.quant_state.bitsandbytes__{grid.kind}"))
+    state = _read_state(module, contract.part(tensors, module, f"weight.quant_state.bitsandbytes__{grid.kind}"))
     _check_tables(module, tensors, grid)
     size = shape(module, tensors, scheme)
     codes = unpack_nibbles_high_first(weight.reshape(1, -1), prod(size)).view(size)
     grid = replace(grid, block=(grid.block[0], state["blocksize"]))
-    absmax = part(tensors, module, "weight.absmax")
+    absmax = contract.part(tensors, module, "weight.absmax")
     if not grid.nested:
         return QTensor(grid, codes, Params(absmax))
-    outer = part(tensors, module, "weight.nested_absmax")
+    outer = contract.part(tensors, module, "weight.nested_absmax")
     nested = Nested(absmax, outer, float(state["nested_offset"]), state["nested_blocksize"])
     return QTensor(grid, codes, Params(unnest(nested), nested=nested))
 
@@ -157,7 +148,9 @@ def decode(
 def config(assignment: Mapping[str, Scheme], kept: Sequence[str], cache: Grid | None = None) -> dict[str, Any]:
     """What transformers' BitsAndBytesConfig(...).to_dict() gives; block sizes are not in it."""
     grids = [scheme.weight for scheme in assignment.values()]
-    only_one(NAME, assignment, (f"{grid.kind}{' nested' if grid.nested else ''} for {grid.scale}" for grid in grids))
+    contract.only_one(
+        NAME, assignment, (f"{grid.kind}{' nested' if grid.nested else ''} for {grid.scale}" for grid in grids)
+    )
     grid = grids[0]
     four = grid.kind != "int"
     return {
@@ -167,7 +160,7 @@ def config(assignment: Mapping[str, Scheme], kept: Sequence[str], cache: Grid | 
         "load_in_4bit": four,
         "load_in_8bit": not four,
         "llm_int8_threshold": 6.0,
-        "llm_int8_skip_modules": kept_names(NAME, assignment, kept),
+        "llm_int8_skip_modules": contract.kept_names(NAME, assignment, kept),
         "llm_int8_enable_fp32_cpu_offload": False,
         "llm_int8_has_fp16_weight": False,
         "bnb_4bit_quant_type": grid.kind if four else "fp4",
@@ -185,16 +178,16 @@ def schemes(settings: Mapping[str, Any], tensors: Sequence[TensorInfo]) -> dict[
             fix="save the model with bnb_4bit_quant_storage uint8",
         )
     names = {info.name: info for info in tensors}
-    found = {module: Scheme(Grid("int", 8, (1, 0), scale="f32")) for module in modules_with(tensors, "SCB")}
+    read = {module: Scheme(Grid("int", 8, (1, 0), scale="f32")) for module in contract.modules_with(tensors, "SCB")}
     halves = Counter(info.dtype for info in tensors if info.dtype in ("BF16", "F16"))
     for kind in ("nf4", "fp4"):
-        for module in modules_with(tensors, f"weight.quant_state.bitsandbytes__{kind}"):
+        for module in contract.modules_with(tensors, f"weight.quant_state.bitsandbytes__{kind}"):
             weight, absmax = names.get(f"{module}.weight"), names.get(f"{module}.weight.absmax")
             if weight is None or absmax is None:
                 raise CheckpointError(
                     f"{module}.weight or {module}.weight.absmax is missing", fix="download the checkpoint again"
                 )
-            found[module] = Scheme(
+            read[module] = Scheme(
                 Grid(
                     "nf4" if kind == "nf4" else "fp4",
                     4,
@@ -203,7 +196,7 @@ def schemes(settings: Mapping[str, Any], tensors: Sequence[TensorInfo]) -> dict[
                     nested=absmax.dtype == "U8",
                 )
             )
-    return found
+    return read
 
 
 def _int8_params(module: str, tensors: "Mapping[str, Tensor]", grid: Grid) -> Params:
@@ -215,7 +208,7 @@ def _int8_params(module: str, tensors: "Mapping[str, Tensor]", grid: Grid) -> Pa
             f"{module}.weight_format is {int(order)}, a layout of old GPU kernels that is not read",
             fix="save the model again with bitsandbytes 0.45 or newer",
         )
-    scale = part(tensors, module, "SCB").float() / 127
+    scale = contract.part(tensors, module, "SCB").float() / 127
     return Params(scale.view(-1, 1).to(SCALE_DTYPES[grid.scale]))
 
 
@@ -259,7 +252,7 @@ def _check_tables(module: str, tensors: "Mapping[str, Tensor]", grid: Grid) -> N
     if grid.nested:
         tables["weight.nested_quant_map"] = dynamic_table()
     for name, table in tables.items():
-        stored = part(tensors, module, name).cpu()
+        stored = contract.part(tensors, module, name).cpu()
         if stored.shape != table.shape or not torch.allclose(stored, table, rtol=0, atol=1e-6):
             raise CheckpointError(f"{module}.{name} is not the published code book", fix="quantize the model again")
 

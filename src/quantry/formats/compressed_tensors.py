@@ -28,19 +28,9 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from quantry.errors import CheckpointError
-from quantry.formats import _compressed_tensors_cache
+from quantry.formats import _compressed_tensors_cache, contract
 from quantry.formats._compressed_tensors_config import BITS, is_packed, schemes_of, settings_of
-from quantry.formats.contract import (
-    STORED,
-    CacheFormat,
-    Layout,
-    ModelType,
-    need_multiple,
-    part,
-    refuse,
-    scale_shape,
-    spell,
-)
+from quantry.formats.contract import spell
 from quantry.types import Activation, Grid, Params, QTensor, Scheme, TensorInfo
 
 if TYPE_CHECKING:
@@ -48,7 +38,7 @@ if TYPE_CHECKING:
 
 NAME = "compressed-tensors"
 QUANT_METHODS = ("compressed-tensors",)
-CACHE_SCALES: CacheFormat = _compressed_tensors_cache
+CACHE_SCALES: contract.CacheFormat = _compressed_tensors_cache
 
 
 def refusal(scheme: Scheme) -> str | None:
@@ -75,7 +65,7 @@ def refusal(scheme: Scheme) -> str | None:
     return None
 
 
-def stored_grid(grid: Grid, dtype: ModelType) -> Grid:
+def stored_grid(grid: Grid, dtype: contract.ModelType) -> Grid:
     return grid if grid.kind == "e2m1" else replace(grid, scale=dtype)
 
 
@@ -83,27 +73,27 @@ def model_dtype(dtype: str) -> str:
     return dtype
 
 
-def layout(module: str, shape: tuple[int, int], grid: Grid, static: Activation | None = None) -> Layout:
+def layout(module: str, shape: tuple[int, int], grid: Grid, static: Activation | None = None) -> contract.Layout:
     """Returns the tensors of a layer; a static input adds its scale."""
-    refuse(module, NAME, refusal(Scheme(grid, static) if static else _example(grid)))
+    contract.refuse(module, NAME, refusal(Scheme(grid, static) if static else _example(grid)))
     weight = _weight_layout(module, shape, grid)
     if static is None:
         return weight
-    return {**weight, _input_name(module, grid): ("F32" if grid.kind == "e2m1" else STORED[grid.scale], (1,))}
+    return {**weight, _input_name(module, grid): ("F32" if grid.kind == "e2m1" else contract.STORED[grid.scale], (1,))}
 
 
-def _weight_layout(module: str, shape: tuple[int, int], grid: Grid) -> Layout:
+def _weight_layout(module: str, shape: tuple[int, int], grid: Grid) -> contract.Layout:
     rows, columns = shape
     if grid.block[0] == 1 and grid.block[1]:
-        need_multiple(module, "inputs", columns, grid.block[1], NAME)
-    high, wide = scale_shape(grid, shape)
-    scale = {f"{module}.weight_scale": (STORED[grid.scale], (1,) if grid.block == (0, 0) else (high, wide))}
+        contract.need_multiple(module, "inputs", columns, grid.block[1], NAME)
+    high, wide = contract.scale_shape(grid, shape)
+    scale = {f"{module}.weight_scale": (contract.STORED[grid.scale], (1,) if grid.block == (0, 0) else (high, wide))}
     if grid.kind == "e2m1":
-        outer: Layout = {f"{module}.weight_global_scale": ("F32", (1,))} if grid.scale == "e4m3" else {}
+        outer: contract.Layout = {f"{module}.weight_global_scale": ("F32", (1,))} if grid.scale == "e4m3" else {}
         return {f"{module}.weight_packed": ("U8", (rows, columns // 2)), **scale, **outer}
     if not is_packed(grid):
         return {f"{module}.weight": ("I8" if grid.kind == "int" else "F8_E4M3", shape), **scale}
-    zeros: Layout = {f"{module}.weight_zero_point": ("I32", (ceil(rows * grid.bits / 32), wide))}
+    zeros: contract.Layout = {f"{module}.weight_zero_point": ("I32", (ceil(rows * grid.bits / 32), wide))}
     return {
         f"{module}.weight_packed": ("I32", (rows, ceil(columns * grid.bits / 32))),
         **scale,
@@ -113,7 +103,7 @@ def _weight_layout(module: str, shape: tuple[int, int], grid: Grid) -> Layout:
 
 
 def config(assignment: Mapping[str, Scheme], kept: Sequence[str], cache: Grid | None = None) -> dict[str, Any]:
-    refuse("the KV cache", NAME, CACHE_SCALES.refusal(cache) if cache else None)
+    contract.refuse("the KV cache", NAME, CACHE_SCALES.refusal(cache) if cache else None)
     return settings_of(assignment, kept, cache)
 
 
@@ -161,7 +151,7 @@ def shape(module: str, tensors: "Mapping[str, Tensor]", scheme: Scheme) -> tuple
     if f"{module}.weight_packed" in tensors:
         packed = tensors[f"{module}.weight_packed"]
         return packed.shape[0], 2 * packed.shape[1]
-    codes = part(tensors, module, "weight")
+    codes = contract.part(tensors, module, "weight")
     return codes.shape[0], codes.shape[1]
 
 
@@ -178,26 +168,26 @@ def _decode_weight(module: str, tensors: "Mapping[str, Tensor]", grid: Grid) -> 
             f"{module}.weight_g_idx permutes the inputs (activation order with groups), which is not read",
             fix="use a checkpoint made with actorder weight (static) or none",
         )
-    stored = part(tensors, module, "weight_scale")
+    stored = contract.part(tensors, module, "weight_scale")
     if grid.kind == "e2m1":
         from quantry.numerics.packing import unpack_nibbles_low_first
 
-        packed = part(tensors, module, "weight_packed")
+        packed = contract.part(tensors, module, "weight_packed")
         nibbles = unpack_nibbles_low_first(packed, 2 * packed.shape[1])
-        outer = part(tensors, module, "weight_global_scale").reshape(1) if grid.scale == "e4m3" else None
+        outer = contract.part(tensors, module, "weight_global_scale").reshape(1) if grid.scale == "e4m3" else None
         return QTensor(grid, nibbles, Params(stored, outer=outer))
     if f"{module}.weight_packed" in tensors:
         return _unpack(module, tensors, grid)
-    codes = part(tensors, module, "weight")
-    return QTensor(grid, codes, Params(stored.reshape(scale_shape(grid, (codes.shape[0], codes.shape[1])))))
+    codes = contract.part(tensors, module, "weight")
+    return QTensor(grid, codes, Params(stored.reshape(contract.scale_shape(grid, (codes.shape[0], codes.shape[1])))))
 
 
 def _unpack(module: str, tensors: "Mapping[str, Tensor]", grid: Grid) -> QTensor:
     """Unpacks integers without gaps, or as the library packed them up to 0.17: the number of words tells which."""
     from quantry.numerics.packing import signed, unpack_rows, unpack_rows_spaced
 
-    packed, bits = part(tensors, module, "weight_packed"), grid.bits
-    rows, columns = (int(size) for size in part(tensors, module, "weight_shape").tolist())
+    packed, bits = contract.part(tensors, module, "weight_packed"), grid.bits
+    rows, columns = (int(size) for size in contract.part(tensors, module, "weight_shape").tolist())
     widths = {ceil(columns / (32 // bits)): unpack_rows_spaced, ceil(columns * bits / 32): unpack_rows}
     if packed.shape[1] not in widths:
         raise CheckpointError(
@@ -207,8 +197,8 @@ def _unpack(module: str, tensors: "Mapping[str, Tensor]", grid: Grid) -> QTensor
     unpack = widths[packed.shape[1]]
     zero = None
     if not grid.symmetric:
-        zero = signed(unpack(part(tensors, module, "weight_zero_point").T, bits, rows), bits).T.contiguous()
-    scale = part(tensors, module, "weight_scale").reshape(scale_shape(grid, (rows, columns)))
+        zero = signed(unpack(contract.part(tensors, module, "weight_zero_point").T, bits, rows), bits).T.contiguous()
+    scale = contract.part(tensors, module, "weight_scale").reshape(contract.scale_shape(grid, (rows, columns)))
     return QTensor(grid, signed(unpack(packed, bits, columns), bits), Params(scale, zero))
 
 

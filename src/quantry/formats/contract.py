@@ -148,6 +148,19 @@ def float_scale(info: TensorInfo) -> ScaleType:
     return FLOAT_SCALES[info.dtype]
 
 
+def stored_scales(module: str, grid: Grid, shape: tuple[int, int], scales: Mapping[str, TensorInfo]) -> ScaleType:
+    """Returns the scale type of a layer whose scales are stored by group. Raises CheckpointError for missing ones."""
+    if module not in scales:
+        raise CheckpointError(f"{module}.scales is missing", fix="download the checkpoint again")
+    groups = scales[module].shape[0]
+    if scale_shape(grid, shape)[1] != groups:
+        raise CheckpointError(
+            f"{module} has {groups} groups for {shape[1]} inputs, and quantization_config says {spell(grid)}",
+            fix="restore config.json",
+        )
+    return float_scale(scales[module])
+
+
 def setting(settings: Mapping[str, Any], names: tuple[str, ...], kind: type, default: Any = None) -> Any:
     """Returns the first of these keys that quantization_config has. Raises ConfigError for another type or none."""
     for name in names:
@@ -166,14 +179,14 @@ def setting(settings: Mapping[str, Any], names: tuple[str, ...], kind: type, def
 
 def only_one(name: str, assignment: Mapping[str, Scheme], choices: Iterable[str]) -> str:
     """Returns the one scheme of a checkpoint, for formats whose config.json has room for one. Raises QuantryError."""
-    found = sorted(set(choices))
-    if len(found) != 1:
+    different = sorted(set(choices))
+    if len(different) != 1:
         raise QuantryError(
-            f"{name} holds one scheme for a whole checkpoint, and {len(assignment)} layers have {len(found)}: "
-            f"{', '.join(found) or 'none'}",
+            f"{name} holds one scheme for a whole checkpoint, and {len(assignment)} layers have {len(different)}: "
+            f"{', '.join(different) or 'none'}",
             fix="use compressed-tensors for mixed schemes",
         )
-    return found[0]
+    return different[0]
 
 
 def kept_names(name: str, assignment: Mapping[str, Scheme], kept: Iterable[str]) -> list[str]:

@@ -16,20 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from quantry.errors import CheckpointError, ConfigError, QuantryError
-from quantry.formats.contract import (
-    STORED,
-    CacheFormat,
-    Layout,
-    ModelType,
-    float_scale,
-    modules_with,
-    need_multiple,
-    part,
-    refuse,
-    scale_shape,
-    setting,
-    spell,
-)
+from quantry.formats import contract
 from quantry.types import Activation, Grid, Params, QTensor, Scheme, TensorInfo
 
 if TYPE_CHECKING:
@@ -37,7 +24,7 @@ if TYPE_CHECKING:
 
 NAME = "gptq"
 QUANT_METHODS = ("gptq",)
-CACHE_SCALES: CacheFormat | None = None
+CACHE_SCALES: contract.CacheFormat | None = None
 BITS = (2, 3, 4, 8)
 Version = Literal["gptq", "gptq_v2"]
 
@@ -51,15 +38,15 @@ FUSED = {
 def refusal(scheme: Scheme) -> str | None:
     grid = scheme.weight
     if grid.kind != "int" or grid.bits not in BITS:
-        return f"gptq holds 2, 3, 4 and 8 bit integers, not {spell(grid).partition(' ')[0]}"
+        return f"gptq holds 2, 3, 4 and 8 bit integers, not {contract.spell(grid).partition(' ')[0]}"
     if grid.block[0] != 1:
-        return f"gptq holds groups or channels, not {spell(grid)}"
+        return f"gptq holds groups or channels, not {contract.spell(grid)}"
     if grid.scale not in ("f16", "bf16", "f32"):
         return f"gptq holds float scales, not {grid.scale}"
     return None if scheme.activation is None else "gptq holds weights only, not quantized activations"
 
 
-def stored_grid(grid: Grid, dtype: ModelType) -> Grid:
+def stored_grid(grid: Grid, dtype: contract.ModelType) -> Grid:
     return replace(grid, scale=dtype)
 
 
@@ -67,18 +54,18 @@ def model_dtype(dtype: str) -> str:
     return dtype
 
 
-def layout(module: str, shape: tuple[int, int], grid: Grid, static: Activation | None = None) -> Layout:
-    refuse(module, NAME, refusal(Scheme(grid, static)))
+def layout(module: str, shape: tuple[int, int], grid: Grid, static: Activation | None = None) -> contract.Layout:
+    contract.refuse(module, NAME, refusal(Scheme(grid, static)))
     rows, columns = shape
     codes = 32 if grid.bits == 3 else 32 // grid.bits  # until the stream of codes is at the border of a word again
-    need_multiple(module, "inputs", columns, grid.block[1] or codes, NAME)
-    need_multiple(module, "inputs", columns, codes, NAME)
-    need_multiple(module, "outputs", rows, codes, NAME)
-    groups = scale_shape(grid, shape)[1]
+    contract.need_multiple(module, "inputs", columns, grid.block[1] or codes, NAME)
+    contract.need_multiple(module, "inputs", columns, codes, NAME)
+    contract.need_multiple(module, "outputs", rows, codes, NAME)
+    groups = contract.scale_shape(grid, shape)[1]
     return {
         f"{module}.qweight": ("I32", (columns * grid.bits // 32, rows)),
         f"{module}.qzeros": ("I32", (groups, rows * grid.bits // 32)),
-        f"{module}.scales": (STORED[grid.scale], (groups, rows)),
+        f"{module}.scales": (contract.STORED[grid.scale], (groups, rows)),
         f"{module}.g_idx": ("I32", (columns,)),
     }
 
@@ -107,8 +94,7 @@ def encode(module: str, tensor: QTensor, *, checkpoint_format: Version | None = 
 
 
 def shape(module: str, tensors: "Mapping[str, Tensor]", scheme: Scheme) -> tuple[int, int]:
-    """The (out, in) of a stored layer, without unpacking it."""
-    packed = part(tensors, module, "qweight")
+    packed = contract.part(tensors, module, "qweight")
     return packed.shape[1], packed.shape[0] * 32 // scheme.weight.bits
 
 
@@ -121,7 +107,7 @@ def decode(
     from quantry.numerics.packing import signed, unpack_rows
 
     grid = scheme.weight
-    qweight, scales = part(tensors, module, "qweight"), part(tensors, module, "scales")
+    qweight, scales = contract.part(tensors, module, "qweight"), contract.part(tensors, module, "scales")
     rows, columns = qweight.shape[1], qweight.shape[0] * 32 // grid.bits
     order = tensors.get(f"{module}.g_idx")
     if order is not None and not torch.equal(order.int(), _group_of_input(columns, grid, order.device)):
@@ -129,7 +115,7 @@ def decode(
             f"{module}.g_idx permutes the inputs (activation order with groups), which is not read",
             fix="use a checkpoint made with desc_act false or static groups",
         )
-    stored = unpack_rows(part(tensors, module, "qzeros"), grid.bits, rows)
+    stored = unpack_rows(contract.part(tensors, module, "qzeros"), grid.bits, rows)
     middle = 1 << (grid.bits - 1)
     if grid.symmetric and not (bool((stored == middle - 1).all()) or bool((stored == middle).all())):
         raise CheckpointError(
@@ -178,25 +164,18 @@ def config(
 
 def schemes(settings: Mapping[str, Any], tensors: Sequence[TensorInfo]) -> dict[str, Scheme]:
     _stored_version(settings)  # for its refusal
-    scales = modules_with(tensors, "scales")
-    found = {}
-    for module, qweight in modules_with(tensors, "qweight").items():
+    scales = contract.modules_with(tensors, "scales")
+    read = {}
+    for module, qweight in contract.modules_with(tensors, "qweight").items():
         rule = {**settings, **_override(settings, module)}
-        bits = setting(rule, ("bits",), int)
-        size = setting(rule, ("group_size",), int, -1)
-        grid = Grid("int", bits, (1, max(size, 0)), symmetric=setting(rule, ("sym",), bool, True))
+        bits = contract.setting(rule, ("bits",), int)
+        size = contract.setting(rule, ("group_size",), int, -1)
+        grid = Grid("int", bits, (1, max(size, 0)), symmetric=contract.setting(rule, ("sym",), bool, True))
         if (reason := refusal(Scheme(grid))) is not None:
             raise ConfigError(f"{module}: {reason}", fix="quantize the original model with a scheme that gptq holds")
-        if module not in scales:
-            raise CheckpointError(f"{module}.scales is missing", fix="download the checkpoint again")
-        columns, groups = qweight.shape[0] * 32 // bits, scales[module].shape[0]
-        if scale_shape(grid, (qweight.shape[1], columns))[1] != groups:
-            raise CheckpointError(
-                f"{module} has {groups} groups for {columns} inputs, and quantization_config says groups of {size}",
-                fix="restore config.json",
-            )
-        found[module] = Scheme(replace(grid, scale=float_scale(scales[module])))
-    return found
+        shape = qweight.shape[1], qweight.shape[0] * 32 // bits
+        read[module] = Scheme(replace(grid, scale=contract.stored_scales(module, grid, shape, scales)))
+    return read
 
 
 def _version(grid: Grid) -> Version:

@@ -6,7 +6,7 @@ the family's defaults for missing fields. A model that llama.cpp would compute d
 
 import math
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -94,24 +94,18 @@ def table() -> dict[str, Any]:
 def _family(name: str) -> Family:
     row = _row(name)
     shapes = {**table()["shapes"], **row.pop("shapes", {})}
-    row |= {column: _spelled_out(row.get(column, ())) for column in ("keys", "layer", "biases")}
-    return Family(name=name, shapes=shapes, **{key: _frozen(value) for key, value in row.items()})
+    lists = table()["lists"]
+    for column in ("keys", "layer", "biases"):
+        row[column] = [part for entry in row.get(column, ()) for part in lists.get(entry, [entry])]
+    frozen = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    return Family(name=name, shapes=shapes, **frozen)
 
 
 def _row(name: str) -> dict[str, Any]:
-    """Returns the columns of a table, merged with those of the table it is `like`."""
     row = dict(table()[name])
     base = _row(row.pop("like")) if "like" in row else {}
     merged = {key: {**base.get(key, {}), **row.get(key, {})} for key in ("defaults", "fixed", "shapes")}
     return {**base, **row, **merged}
-
-
-def _spelled_out(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(part for name in names for part in table()["lists"].get(name, [name]))
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def facts(config: Mapping[str, Any]) -> Facts:
@@ -146,7 +140,6 @@ def notes(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _text(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config with the fields of its language model on top."""
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, Mapping) else dict(config)
 
@@ -216,7 +209,6 @@ def _number(value: Any, name: str) -> float:
 
 
 def _sizes(model: Facts, row: Family) -> Facts:
-    """Returns the sizes that shapes are made of."""
     hidden, heads, kv_heads = model["hidden_size"], model["num_attention_heads"], model["num_key_value_heads"]
     given = (model.get("head_dim") or None) if row.head_dim != "never" else None
     if given is None and hidden % heads:
@@ -240,7 +232,6 @@ def _sizes(model: Facts, row: Family) -> Facts:
 
 
 def _rope_facts(model: Facts, row: Family) -> Facts:
-    """Returns the key-values and factors of a scaled rope."""
     rope_type, rope = _rope_type(model["full_rope"], row, row.ropes), model["full_rope"]
     _rope_type(model["sliding_rope"], row, ("default",))
     context = rope.get("original_max_position_embeddings", model["max_position_embeddings"])

@@ -93,7 +93,6 @@ def _checked(name: str, sums: NDArray[Any], counts: NDArray[Any]) -> tuple[Vecto
 
 
 def _save(writer: Any, path: Path) -> None:
-    """Writes the file under another name and renames it when it is complete."""
     try:
         descriptor, partial = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".partial", dir=path.parent)
     except OSError as error:

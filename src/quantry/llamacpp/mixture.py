@@ -218,7 +218,6 @@ def _checked(overrides: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...
 
 
 def _tables() -> tuple[Mapping[str, Rows], dict[str, FileType]]:
-    """Reads the rows that hold for every file type, and the file types."""
     tables = tomllib.loads(files("quantry.llamacpp").joinpath("mixtures.toml").read_text(encoding="utf-8"))
     every = tables.pop("every")
     return _rows(every), {

@@ -137,7 +137,6 @@ def _parts(tensor: TensorInfo, row: Family, flip: bool) -> Iterator[tuple[str, _
 
 
 def _target_names(source: str, architecture: str) -> list[str]:
-    """Returns the targets that a tensor of this name contributes to."""
     plain = EXPERT.sub(".experts.", _plain(source))
     layer = LAYER.search(plain)
     names = _names_in_layer_0(LAYER.sub("0", plain), architecture)
@@ -212,7 +211,6 @@ def _check_complete(parts: Mapping[str, object], row: Family, model: Facts) -> N
 
 
 def _target(name: str, parts: Sequence[_Part], row: Family, model: Facts) -> Target:
-    """Returns a target, after comparing the shapes of its parts with the config."""
     shape, first = _expected(name, row, model), parts[0].source.name
     stacked = len(shape) == 3
     ordered = sorted(parts, key=lambda part: part.expert or 0)

@@ -247,7 +247,6 @@ def _placed(rope: Facts, given: Facts, row: Family) -> Facts:
 
 
 def _rope(fields: Facts, given: Facts, sizes: Facts, row: Family, factors: Mapping[str, tuple[float, ...]]) -> Facts:
-    """Returns rope parameters from key-values and from tensors of factors."""
     rope = _plain_rope(given)
     if "partial_rotary_factor" in row.defaults:
         rope["partial_rotary_factor"] = given.get("rope_dimension_count", sizes["head_size"]) / sizes["head_size"]
@@ -263,7 +262,6 @@ def _rope(fields: Facts, given: Facts, sizes: Facts, row: Family, factors: Mappi
 
 
 def _scaled(given: Facts) -> Facts:
-    """Returns the parameters of a rope that key-values scale."""
     factor = given.get("rope_scaling_factor")
     made = {"rope_type": given["rope_scaling_type"], "factor": factor}
     if "rope_scaling_orig_ctx_len" in given:
@@ -361,7 +359,6 @@ def _sources(tensors: Sequence[TensorInfo], row: Family) -> Iterator[TensorInfo]
 
 
 def _source(name: str, row: Family) -> tuple[str, int]:
-    """Returns the checkpoint's name of a tensor, and its number of dimensions."""
     block = BLOCK.fullmatch(name)
     leaf = block[2] if block else name
     base = SUFFIX.sub("", leaf)

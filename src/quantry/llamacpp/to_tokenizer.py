@@ -213,7 +213,6 @@ def _add_tokens(made: Tokenizer, words: Vocabulary) -> None:
 
 
 def _post_processor(words: Vocabulary, ends: Mapping[str, bool], byte_level: bool) -> Any:
-    """Returns the step that puts the first and last token around a text."""
     steps: list[Any] = [processors.ByteLevel(trim_offsets=False)] if byte_level else []
     numbers = {name: words.special(f"{name}_token_id") for name, on in ends.items() if on}
     named = {name: words.texts[number] for name, number in numbers.items() if number is not None}
@@ -230,7 +229,6 @@ def _post_processor(words: Vocabulary, ends: Mapping[str, bool], byte_level: boo
 
 
 def _settings(words: Vocabulary, ends: Mapping[str, bool]) -> dict[str, Any]:
-    """Returns the content of tokenizer_config.json."""
     special = {name: words.special(key) for name, key in NAMES.items()}
     context = words.metadata.get(f"{words.metadata.get(Keys.General.ARCHITECTURE)}.context_length")
     template = _template(words.metadata)

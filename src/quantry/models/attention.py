@@ -112,7 +112,6 @@ def layer_kinds(text: Mapping[str, Any]) -> tuple[LayerKind | None, ...]:
 
 
 def _listed_kinds(text: Mapping[str, Any]) -> tuple[LayerKind | None, ...]:
-    """Returns the kinds that the config lists layer by layer, or an empty tuple."""
     listed = text.get("layer_types") or text.get("layers_block_type") or text.get("hybrid_override_pattern")
     if listed is None:
         return ()
@@ -127,7 +126,6 @@ def _listed_kinds(text: Mapping[str, Any]) -> tuple[LayerKind | None, ...]:
 
 
 def _ruled_kinds(text: Mapping[str, Any], count: int) -> tuple[LayerKind | None, ...]:
-    """Returns the kinds that follow from the config's other fields and the family's rule."""
     rule = _families().get(str(text.get("model_type")), {})
     if rule.get("recurrent") == "all":
         return tuple("recurrent" for _ in range(count))
@@ -218,7 +216,6 @@ def _layer_count(text: Mapping[str, Any]) -> int:
 
 
 def _count(text: Mapping[str, Any], name: str) -> int:
-    """Returns a field that must be a positive integer."""
     value = text.get(name)
     if value is None:
         raise _lacks(name)
@@ -228,7 +225,6 @@ def _count(text: Mapping[str, Any], name: str) -> int:
 
 
 def _per_layer(text: Mapping[str, Any], name: str, index: int) -> int | None:
-    """Returns a count that may differ from layer to layer."""
     value = text.get(name)
     if isinstance(value, Sequence) and not isinstance(value, str):
         value = value[index] if index < len(value) else None

@@ -216,7 +216,6 @@ def _read_tensor_table(cursor: _Cursor, count: int, alignment: int) -> tuple[Ten
 
 
 def _read_tensor_row(cursor: _Cursor) -> tuple[str, tuple[tuple[int, ...], int, int]]:
-    """Returns a tensor's name, and its shape, type and offset."""
     tensor = cursor.string()
     dimensions = cursor.number("<I")
     if dimensions > 4:
@@ -254,7 +253,6 @@ def _alignment(name: str, metadata: Mapping[str, Any]) -> int:
 
 
 def _parts(files: CheckpointFiles, name: str) -> list[str]:
-    """Returns the names of all parts of a split file."""
     match = SHARD.fullmatch(name)
     if match is None:
         return [name]

@@ -117,7 +117,6 @@ def _is_flipped(prefix: str, tensors: Sequence[TensorInfo], hidden: Any) -> bool
 
 
 def _of_experts(tensor: TensorInfo, prefix: str, projection: str, flip: bool) -> list[Linear]:
-    """Returns the linears in a stack of experts."""
     experts, first, second = tensor.shape
     out, into = (second, first) if flip else (first, second)
     names = EXPERT_PARTS[projection]

@@ -79,7 +79,6 @@ def complete(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shapes(config: Mapping[str, Any]) -> Iterator[Shape]:
-    """Yields the name and shape of every tensor, for a complete config."""
     family, key = _family(_model_type(config)), _text_key(config)
     text = config[key] if key else config
     if "vision" not in family:
@@ -94,7 +93,6 @@ def _shapes(config: Mapping[str, Any]) -> Iterator[Shape]:
 
 
 def _stack(family: Fields, fields: Fields) -> Iterator[Shape]:
-    """Yields the tensors before the blocks, of the blocks, and after them."""
     count = _dimension(family["count"], fields)
     _limit("layers", count, LAYER_LIMIT)
     yield from _units(family["before"], "", _ruled(family, fields, 0))
@@ -104,7 +102,6 @@ def _stack(family: Fields, fields: Fields) -> Iterator[Shape]:
 
 
 def _units(entries: Sequence[Any], prefix: str, fields: Fields) -> Iterator[Shape]:
-    """Yields the tensors of the units whose condition holds."""
     for entry in entries:
         unit = {"unit": entry} if isinstance(entry, str) else entry
         if not _value(_parsed(unit.get("if", "1")), fields):
@@ -124,7 +121,6 @@ def _limit(what: str, count: int, limit: int) -> None:
 
 
 def _ruled(family: Fields, fields: Fields, layer: int) -> Fields:
-    """Returns the fields of a layer, and the values of the family's rules for it."""
     ruled = {**fields, "layer": layer}
     for name, rule in family["rules"].items():
         ruled[name] = _value(_parsed(rule), ruled)
@@ -132,7 +128,6 @@ def _ruled(family: Fields, fields: Fields, layer: int) -> Fields:
 
 
 def _filled(fields: Fields, family: Fields) -> dict[str, Any]:
-    """Returns the fields, with the family's defaults for missing ones."""
     defaults = family["defaults"]
     formulas = {name: default for name, default in defaults.items() if isinstance(default, str)}
     filled = {**{name: default for name, default in defaults.items() if name not in formulas}, **fields}
@@ -171,7 +166,6 @@ def _model_type(config: Fields) -> str:
 
 @cache
 def _family(name: str) -> dict[str, Any]:
-    """Returns a row of shapes.toml, merged with the family it is like."""
     table = _table()["families"]
     if name not in table:
         raise ConfigError(
@@ -185,7 +179,6 @@ def _family(name: str) -> dict[str, Any]:
 
 
 def _dimension(formula: str, fields: Fields) -> int:
-    """Returns the value of a formula that must be a positive whole number."""
     value = _number(_parsed(formula), fields)
     if value > 0 and value == int(value):
         return int(value)

@@ -142,7 +142,6 @@ def _bias(module: str, tensors: Collection[str]) -> str | None:
 
 
 def _matching(modules: _Modules, pattern: str) -> list[str]:
-    """Returns the modules that a pattern names."""
     if "*" not in pattern:
         return [pattern] if pattern in modules else []
     regex = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
@@ -176,7 +175,6 @@ def _pair(row: Mapping[str, Any], producer: str, modules: _Modules, query_heads:
 
 
 def _rows(row: Mapping[str, Any], producer: _Module, width: int) -> tuple[int, int]:
-    """Returns the rows of a producer that give the channels."""
     total = producer.shape[0]
     starts = {
         "half": total // 2,

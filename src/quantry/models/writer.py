@@ -149,7 +149,6 @@ class ShardWriter:
             yield os.pread(self._file.fileno(), min(STEP, start + size - begin), begin)
 
     def _put(self, view: memoryview) -> None:
-        """Writes, reads back and compares."""
         for begin in range(0, view.nbytes, STEP):
             piece = view[begin : begin + STEP]
             written = 0

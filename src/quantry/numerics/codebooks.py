@@ -115,14 +115,12 @@ def dynamic_table() -> Tensor:
 
 @cache
 def _edges(kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the midpoints of the sorted book, and the code of each rank."""
     table = torch.tensor(BOOKS[kind])
     values, order = torch.sort(table, stable=True)
     return ((values[:-1] + values[1:]) / 2).to(device), order.to(torch.uint8).to(device)
 
 
 def _closest(values: Tensor, table: Tensor) -> Tensor:
-    """Returns the index of the nearest entry of an ascending table."""
     above = torch.searchsorted(table, values).clamp(1, table.numel() - 1)
     lower, upper = table[above - 1], table[above]
     return torch.where(values - lower <= upper - values, above - 1, above)

@@ -125,5 +125,4 @@ def _nearest(grid: Grid) -> Callable[[Tensor], Tensor]:
 
 
 def _value(grid: Grid) -> Callable[[Tensor], Tensor]:
-    """Returns a function that gives the grid value of each code, before scaling."""
     return codebooks.e2m1_values if grid.kind == "e2m1" else Tensor.float

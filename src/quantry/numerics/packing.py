@@ -123,7 +123,6 @@ def _view_as(data: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _swap(data: Tensor) -> Tensor:
-    """Swaps the nibbles of each byte."""
     return (data << 4) | (data >> 4)
 
 

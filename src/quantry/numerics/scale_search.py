@@ -76,7 +76,6 @@ def error_of(blocks: Tensor, grid: Grid, params: Params, work: Tensor) -> Tensor
 
 
 def _choose(better: Tensor, trial: Params, best: Params) -> Params:
-    """Returns the trial's parameters where they are better, else the best so far."""
     as_stored = torch.uint8 if best.scale.itemsize == 1 else best.scale.dtype  # torch cannot select among float8
     scale = torch.where(better, trial.scale.view(as_stored), best.scale.view(as_stored)).view(best.scale.dtype)
     zero = None if trial.zero is None or best.zero is None else torch.where(better, trial.zero, best.zero)

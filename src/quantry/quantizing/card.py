@@ -164,7 +164,6 @@ def proof_section(proof: Mapping[str, Any]) -> str:
 
 
 def _with_section(text: str, section: str) -> str:
-    """Replaces the proof section of a card, or appends it."""
     begin, end = SECTION
     whole = f"{begin}\n{section}{end}\n"
     older = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}\n?", re.DOTALL)
@@ -186,7 +185,6 @@ def _number(side: Mapping[str, Any], name: str, style: str) -> str:
 
 
 def _memory(memory: Mapping[str, Any]) -> str:
-    """Returns a table of predicted bytes and those that the engine reported, by part."""
     predicted, measured = memory.get("predicted") or {}, memory.get("measured") or {}
     names = list(dict.fromkeys([*predicted, *measured]))
     if not names:

@@ -172,7 +172,6 @@ def _retyped(read: QTensor, module: str, scheme: Scheme) -> QTensor:
 
 
 def _input_scale(read: QTensor, module: str, grid: Any) -> Tensor | None:
-    """Returns the static scale of a layer's input in the target's dtype."""
     if read.input_scale is None:
         return None
     scale = read.input_scale.to(torch.float32 if grid.kind == "e2m1" else SCALE_DTYPES[grid.scale])
@@ -261,7 +260,6 @@ def _target_scheme(codec: Format, scheme: Scheme, fresh: Preset | None, dtype: s
 
 
 def _described(model: QuantizedModel, to: str, codec: Format | None) -> Preset:
-    """Returns a description of the conversion in place of a preset."""
     scheme = next(iter(model.schemes.values()))
     loss = "without loss" if codec else "its weights as the engine sees them"
     return Preset(f"{model.codec.NAME}-to-{to}", f"Converted from {model.codec.NAME}, {loss}", scheme, (to,))

@@ -118,7 +118,6 @@ def _store(writer: ShardedWriter, piece: Piece, maker: Maker, known: BlockInputs
 
 
 def _finish(work: Workspace, job: WriteJob, writer: ShardedWriter, notes: tuple[str, ...]) -> Artefact:
-    """Writes the files beside the shards."""
     entries = entries_of(shards(job.plan.pieces, job.shard_bytes))
     for name, data in (*job.container.companions(entries), *job.extra_files.items()):
         work.write(name, data)

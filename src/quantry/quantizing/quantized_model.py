@@ -58,7 +58,6 @@ class QuantizedModel:
         return self.codec.shape(module, self._stored(module), self.schemes[module])
 
     def _stored(self, module: str) -> dict[str, Tensor]:
-        """Returns the tensors of a module as stored, mapped and not yet read."""
         return {tensor.name: self._weights.get(tensor) for tensor in self.parts[module]}
 
 

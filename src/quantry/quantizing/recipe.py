@@ -198,7 +198,6 @@ def build(settings: Mapping[str, Any], budget: str | None = None) -> Recipe:
 
 
 def _with_presets(recipe: Recipe, changes: Mapping[str, str]) -> Recipe:
-    """Returns the recipe with all its presets changed."""
     rules = tuple(
         replace(rule, preset=replace(rule.preset, **changes)) if rule.preset else rule  # type: ignore[arg-type]
         for rule in recipe.rules
@@ -290,7 +289,6 @@ def _rule(settings: Any) -> Rule:
 
 
 def _check_format(recipe: Recipe) -> None:
-    """Checks that the format exists and can hold all schemes."""
     known = registry.choices(FORMATS)
     if recipe.format != CAST and recipe.format not in known:
         raise UnknownNameError(f"unknown format {recipe.format!r}", fix=registry.suggest(recipe.format, (*known, CAST)))
@@ -308,7 +306,6 @@ def _check_format(recipe: Recipe) -> None:
 
 
 def _check_rules(recipe: Recipe) -> None:
-    """Checks that rules of GGUF recipes give types and those of all others presets."""
     for rule in recipe.rules:
         if recipe.format == GGUF and rule.preset is not None:
             raise RecipeError(
@@ -323,7 +320,6 @@ def _check_rules(recipe: Recipe) -> None:
 
 
 def _check_cache(recipe: Recipe) -> None:
-    """Checks that the KV cache is known and the format can hold its scales."""
     if recipe.kv is not None and recipe.kv not in KV:
         raise UnknownNameError(f"unknown KV cache {recipe.kv!r}", fix=registry.suggest(recipe.kv, tuple(KV)))
     holds = recipe.format not in (CAST, GGUF) and load_format(recipe.format).CACHE_SCALES is not None

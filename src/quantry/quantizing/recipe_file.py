@@ -80,7 +80,6 @@ def _named(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changed_methods(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the methods that are not the preset's own."""
     known = presets().get(recorded["name"])
     return {key: recorded[key] for key in METHODS if known and key in recorded and recorded[key] != getattr(known, key)}
 

@@ -92,7 +92,6 @@ class ShardedWriter:
             self._shard.__exit__(kind, error, trace)
 
     def _open_next(self) -> None:
-        """Opens the next shard that is not finished."""
         while self._shard is None and self._number + 1 < len(self._cut):
             self._number += 1
             finished = self._work.finished(self._name)
@@ -106,7 +105,6 @@ class ShardedWriter:
                 self._close()
 
     def _close(self) -> None:
-        """Completes the open shard."""
         assert self._shard is not None
         self._wait(0)
         done = Finished(self._shard.size, self._shard.close())

@@ -254,7 +254,6 @@ def _shared_preset(group: Sequence[Linear], recipe: Recipe) -> Preset | None:
 def _cache_scales(
     checkpoint: Checkpoint, layers: Sequence[Linear], cache: CacheFormat, grid: Grid
 ) -> list[CacheScales]:
-    """Returns the scales of each attention module that keeps keys and values."""
     text = text_config(checkpoint.config)
     heads = text.get("num_key_value_heads")
     heads = text.get("num_attention_heads") if heads is None else heads

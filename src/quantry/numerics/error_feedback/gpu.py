@@ -44,7 +44,6 @@ def block(ladder: Ladder, weight: Tensor, step: Tensor, shift: Tensor | None, up
 
 @cache
 def _rungs(ladder: Ladder, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the midpoints of a ladder with rungs, and the difference of the rungs at each."""
     pairs = list(pairwise(ladder.rungs)) or [(0.0, 0.0)]
     return (
         torch.tensor([(lower + upper) / 2 for lower, upper in pairs], dtype=torch.float32, device=device),

@@ -153,7 +153,6 @@ def _levels(type_name: str, codes: Tensor) -> Tensor:
 
 
 def _places(block: BlockType) -> Iterator[tuple[str | Plane, slice]]:
-    """Yields each part with its bytes."""
     start = 0
     for part in block.parts:
         yield part, slice(start, start + block.width(part))
@@ -161,7 +160,6 @@ def _places(block: BlockType) -> Iterator[tuple[str | Plane, slice]]:
 
 
 def _join(numbers: Tensor, plane: Plane) -> Tensor:
-    """Returns the bytes of a plane."""
     words, stride, mask = _wide(numbers, plane)
     lanes = words.view(numbers.shape[0], -1, 8 // plane.bits, stride)
     data = (lanes[:, :, 0] >> plane.shift).bitwise_and_(mask)
@@ -198,7 +196,6 @@ def _stored_scales(block: BlockType, fields: Fields) -> Tensor:
 
 
 def _true_scales(block: BlockType, stored: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Inverts `_stored_scales`."""
     if stored is None:
         return None, None
     scales = stored[:, : block.subs] - block.scale_zero
@@ -217,7 +214,6 @@ def _join_six(numbers: Tensor) -> Tensor:
 
 
 def _split_six(data: Tensor) -> Tensor:
-    """Inverts `_join_six`."""
     own, shared = data[:, :8], data[:, 8:]
     last = torch.cat((shared & 15, shared >> 4), dim=1) | ((own >> 6) << 4)
     return torch.cat(_halves(torch.cat((own & 63, last), dim=1)), dim=1)

@@ -85,7 +85,6 @@ def _fields(weight: Tensor, codes: Tensor, scale: Tensor, low: Tensor | None = N
 
 
 def _power(weight: Tensor) -> Tensor:
-    """Returns the mean square of each row."""
     rows, columns = weight.shape
     squares = weight.new_zeros(columns, aligned(rows, weight.device))
     squares[:, :rows] = (weight * weight).t()

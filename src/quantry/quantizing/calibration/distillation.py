@@ -236,19 +236,16 @@ class Student:
         return (output.float() - target).square().sum(), target.square().sum()
 
     def _run(self, weights: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        places = {key: [one.data_ptr() for one in _matrices(weight)] for key, weight in weights.items()}
-        known = {place: self.weights[key].scheme.activation for key, found in places.items() for place in found}
+        matrices = {key: list(weight) if weight.ndim == 3 else [weight] for key, weight in weights.items()}
+        addresses = {key: [matrix.data_ptr() for matrix in stack] for key, stack in matrices.items()}
+        known = {address: self.weights[key].scheme.activation for key, stack in addresses.items() for address in stack}
         with _Inputs(known) as inputs:
             given = torch.func.functional_call(self._module, dict(weights), args, kwargs)
-        for key, found in places.items():
-            if inputs.seen.isdisjoint(found):
+        for key, stack in addresses.items():
+            if inputs.seen.isdisjoint(stack):
                 raise QuantryError(f"{self._name}.{key} cannot be distilled: it is no plain linear layer", fix=OTHER)
         output: Tensor = given[0] if isinstance(given, tuple) else given
         return output
-
-
-def _matrices(weight: Tensor) -> Sequence[Tensor]:
-    return list(weight) if weight.ndim == 3 else [weight]
 
 
 def _weights(block: Block, schemes: Mapping[str, Scheme]) -> dict[str, _Weight]:
@@ -263,22 +260,21 @@ def _weights(block: Block, schemes: Mapping[str, Scheme]) -> dict[str, _Weight]:
 
 
 def _schemes(block: Block, schemes: Mapping[str, Scheme]) -> dict[str, Scheme]:
-    """Returns the scheme of each rounded parameter, by its name in the block."""
     parameters = dict(block.module.named_parameters(prefix=block.name))
-    found: dict[str, set[Scheme | None]] = {}
+    parts: dict[str, set[Scheme | None]] = {}
     for (stem, _), names in modules(block).items():
         key = stem if stem in parameters else f"{stem}.weight"
-        found.setdefault(key.removeprefix(f"{block.name}."), set()).update(map(schemes.get, names))
-    for key, kinds in found.items():
-        if len(kinds) > 1:
+        parts.setdefault(key.removeprefix(f"{block.name}."), set()).update(map(schemes.get, names))
+    for key, different in parts.items():
+        if len(different) > 1:
             raise RecipeError(
-                f"{block.name}.{key} is distilled as one, and its parts have {len(kinds)} schemes",
+                f"{block.name}.{key} is distilled as one, and its parts have {len(different)} schemes",
                 fix="give all parts of it the same preset",
             )
-    kept = {key: kind for key, (kind,) in found.items() if kind is not None}
-    for key, kind in kept.items():
-        _check_rows(f"{block.name}.{key}", kind.weight)
-    return kept
+    rounded = {key: scheme for key, (scheme,) in parts.items() if scheme is not None}
+    for key, scheme in rounded.items():
+        _check_rows(f"{block.name}.{key}", scheme.weight)
+    return rounded
 
 
 def _check_rows(name: str, grid: Grid) -> None:
@@ -294,13 +290,13 @@ def trainable(block: Block) -> dict[str, torch.dtype]:
     """Returns the parameters that go back into the checkpoint unchanged, and their dtype there."""
     parameters = dict(block.module.named_parameters())
     back, source = revert(block, parameters), block.skeleton.source
-    found: dict[str, set[torch.dtype | None]] = {}
+    dtypes: dict[str, set[torch.dtype | None]] = {}
     for name, keys in block.sources.items():
         original = source.read(name)
         for key in (key.removeprefix(f"{block.name}.") for key in keys):
             same = name in back and key in parameters and _same(back[name], original, parameters[key])
-            found.setdefault(key, set()).add(original.dtype if same else None)
-    return {key: dtype for key, (dtype, *others) in found.items() if dtype is not None and not others}
+            dtypes.setdefault(key, set()).add(original.dtype if same else None)
+    return {key: dtype for key, (dtype, *others) in dtypes.items() if dtype is not None and not others}
 
 
 def _same(back: Tensor, original: Tensor, parameter: Tensor) -> bool:

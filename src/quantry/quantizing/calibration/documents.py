@@ -128,7 +128,6 @@ def _open_parquet(tables: Sequence[Path], name: str) -> Documents:
 
 
 def _library(module: str, wanted_by: str) -> Any:
-    """Imports a library that only some kinds of data need."""
     name = module.partition(".")[0]
     try:
         return import_module(module)

@@ -109,7 +109,6 @@ def _mean(sums: Tensor, tokens: int) -> Tensor:
 
 
 def _kept(walk: Walk, memory: int, scratch: Path | None) -> list[Tensor]:
-    """Copies the hidden states before a block, for each batch."""
     states = [batch.hidden for batch in walk.batches]
     if walk.count * sum(state.nbytes for state in states) <= memory:
         return [state.to(CPU, copy=True) for state in states]
@@ -248,7 +247,6 @@ class _Squares:
 
 
 def _embedding(walk: Walk) -> Tensor:
-    """Sums the squared gradients of the embedding's rows."""
     skeleton, sums = walk.skeleton, torch.zeros(0)
     with skeleton.loaded(skeleton.before), torch.enable_grad():
         skeleton.model.requires_grad_(False)
@@ -283,7 +281,6 @@ class _Rows(TorchFunctionMode):
 
 
 def _parts(matrix: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields some rows of a matrix at a time, with their weights."""
     step = max(1, CHUNK // matrix.shape[1])
     return zip(torch.split(matrix, step), torch.split(rows.to(matrix.device), step), strict=True)
 

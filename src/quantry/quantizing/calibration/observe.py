@@ -144,7 +144,6 @@ class _Watch:
 
 
 def _observed(watch: _Watch, names: Mapping[Place, tuple[str, ...]], heads: Heads | None) -> ObservedBlock:
-    """Names the groups after modules of the checkpoint."""
     group_of = {place: watch.group.get(place, place) for place in names}
     called: dict[Place, str] = {}
     for place, group in group_of.items():

@@ -175,7 +175,6 @@ def load(path: Path, lengths: Sequence[int]) -> list[Tensor] | None:
 
 
 def _kept(folder: Path | None) -> set[int]:
-    """Returns the blocks whose hidden states are kept."""
     if folder is None:
         return set()
     return {int(match[1]) for file in folder.iterdir() if (match := KEPT.fullmatch(file.name))}

@@ -139,7 +139,7 @@ class _Reader:
 
     def _bare(self, ids: list[int], number: int) -> list[int]:
         bos = self._tokenizer.bos_token_id
-        if bos is not None and any(one == two == bos for one, two in pairwise(ids)):
+        if bos is not None and any(left == right == bos for left, right in pairwise(ids)):
             raise QuantryError(
                 f"{self._where(number)} has two {self._tokenizer.bos_token} in a row",
                 fix="remove them from the data: they are added where they belong",
@@ -195,7 +195,6 @@ def _content(record: Record, where: str) -> tuple[str, Any]:
 
 
 def _message(message: Any, where: str) -> dict[str, str]:
-    """Returns a message with the roles and keys of chat templates."""
     role = message.get("role", message.get("from")) if isinstance(message, Mapping) else None
     content = message.get("content", message.get("value")) if isinstance(message, Mapping) else None
     if not isinstance(role, str) or not isinstance(content, str):

@@ -99,5 +99,4 @@ def _by_block(checkpoint: Checkpoint, blocks: int) -> dict[int, tuple[Checkpoint
 
 
 def _numberless(name: str) -> str:
-    """Returns one name for all experts of a layer."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))

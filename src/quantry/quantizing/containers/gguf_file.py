@@ -119,7 +119,6 @@ def _name(source: str) -> str:
 
 
 def _kinds(checkpoint: Checkpoint, recipe: Recipe, planned: Sequence[Target], plain: str) -> dict[str, str]:
-    """Returns the ggml type of each tensor."""
     assert recipe.preset.file_type is not None
     shapes = {target.name: target.shape for target in planned}
     overrides = [(rule.match, rule.type or plain) for rule in recipe.rules]

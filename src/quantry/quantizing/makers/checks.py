@@ -37,14 +37,14 @@ def check_decodes(decoded: QTensor, encoded: QTensor, module: str) -> None:
         (decoded.params.zero, encoded.params.zero),
         (decoded.params.outer, encoded.params.outer),
     ]
-    if not all(_same(one, other) for one, other in pairs):
+    if not all(_same(a, b) for a, b in pairs):
         raise OutputError(f"{module} does not decode to what was encoded", fix="report this as a bug of Quantry")
 
 
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return one.dtype == other.dtype and torch.equal(_raw(one), _raw(other))
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and torch.equal(_raw(a), _raw(b))
 
 
 def _raw(tensor: Tensor) -> Tensor:

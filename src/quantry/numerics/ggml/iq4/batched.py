@@ -64,7 +64,6 @@ def _tile(weight: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _power(weight: Tensor) -> Tensor:
-    """Returns twice the mean square of each block."""
     blocks, size = weight.shape
     squares = buffer("iq4 squares", (size, aligned(blocks, weight.device)), weight)
     torch.square(squares[:, :blocks].copy_(weight.t()), out=squares[:, :blocks])
@@ -72,7 +71,6 @@ def _power(weight: Tensor) -> Tensor:
 
 
 def _scales(x: Tensor, errors: Tensor) -> Tensor:
-    """Returns the best scale of each sub-block."""
     top = extreme(x)
     empty = top.abs() < TINY
     top.masked_fill_(empty, 1.0)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantry.numerics.ggml.exact import TINY, add_up, over, root
-from quantry.numerics.ggml.kquants.rules import ROUNDS, SUPER, Fit, SearchRule, StepSizes, around
+from quantry.numerics.ggml.kquants.rules import ROUNDS, SUPER, SearchRule, StepSizes, BlockFit, around
 from quantry.numerics.threads import buffer
 
 TILE = 1 << 18  # weights searched at a time on the CPU
@@ -27,7 +27,7 @@ class Tile:
         self.products = buffers[4:7]
 
 
-def fit_affine(rule: SearchRule, steps: StepSizes, weight: Tensor, importance: Tensor | None) -> Fit:
+def fit_affine(rule: SearchRule, steps: StepSizes, weight: Tensor, importance: Tensor | None) -> BlockFit:
     """Finds scale and minimum (at least 0) of each sub-block with the least weighted error of scale * code - minimum.
 
     Each step size in turn starts at the lowest value so far; codes are rounded, scale and minimum follow by least
@@ -38,10 +38,10 @@ def fit_affine(rule: SearchRule, steps: StepSizes, weight: Tensor, importance: T
         _weigh(rule, tile, weight[blocks], None if importance is None else importance[blocks])
         _fit_affine(tile, rule.top, steps, fits[:, lanes])
     scale, low, inverse, start, total = _by_super_block(rule, fits)
-    return Fit(scale, low.neg_(), inverse.masked_fill_(inverse.isinf(), 0), start, total)
+    return BlockFit(scale, low.neg_(), inverse.masked_fill_(inverse.isinf(), 0), start, total)
 
 
-def fit_symmetric(rule: SearchRule, weight: Tensor, importance: Tensor | None) -> Fit:
+def fit_symmetric(rule: SearchRule, weight: Tensor, importance: Tensor | None) -> BlockFit:
     """Finds the scale of each sub-block with the least weighted error of scale * code, codes from -top to top - 1.
 
     The largest value becomes -top, or up to 0.9 of a code more or less; the codes are rounded and the scale follows by
@@ -54,7 +54,7 @@ def fit_symmetric(rule: SearchRule, weight: Tensor, importance: Tensor | None) -
     scale, inverse, total = _by_super_block(rule, fits)
     zero = inverse == 0
     start = torch.zeros_like(scale).masked_fill_(zero, torch.inf)
-    return Fit(scale, torch.zeros_like(scale), inverse.masked_fill_(zero, 1), start, total)
+    return BlockFit(scale, torch.zeros_like(scale), inverse.masked_fill_(zero, 1), start, total)
 
 
 def fit_improving(rule: SearchRule, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,14 +120,14 @@ def share_symmetric(values: Tensor, weight: Tensor, top: int) -> tuple[Tensor, T
     return scale, multiples.masked_fill_(inverse == 0, -top)
 
 
-def round_affine(rule: SearchRule, weight: Tensor, fit: Fit, step: Tensor, offset: Tensor) -> Tensor:
+def round_affine(rule: SearchRule, weight: Tensor, fit: BlockFit, step: Tensor, offset: Tensor) -> Tensor:
     """Returns codes (weight + offset) / step of each sub-block; those of the search where the step is 0."""
     lost = step == 0
     shift, factor = torch.where(lost, -fit.start, offset), torch.where(lost, fit.inverse, 1.0)
     return _round(rule, weight, (shift, factor, step.masked_fill(lost, 1)), (0, rule.top))
 
 
-def round_symmetric(rule: SearchRule, weight: Tensor, fit: Fit, step: Tensor) -> Tensor:
+def round_symmetric(rule: SearchRule, weight: Tensor, fit: BlockFit, step: Tensor) -> Tensor:
     """Returns stored codes weight / step + top of each sub-block; those of the search where the step is 0."""
     lost = step == 0
     shift, factor = torch.where(lost, -fit.start, 0.0), torch.where(lost, fit.inverse, 1.0)
@@ -189,7 +189,6 @@ def _codes(tile: Tile, start: Tensor, inverse: Tensor, top: int) -> None:
 
 
 def _error(tile: Tile, scale: Tensor, low: Tensor, absolute: bool) -> Tensor:
-    """Returns the weighted error of each sub-block."""
     difference = torch.mul(tile.codes, scale, out=tile.products[0]).add_(low).sub_(tile.values)
     size = difference.abs_() if absolute else difference.square_()
     return add_up(size.mul_(tile.weights[0]))

@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 
 from quantry.numerics.ggml.exact import TINY
-from quantry.numerics.ggml.kquants.rules import ROUNDS, SUPER, Fit, SearchRule, StepSizes, around
+from quantry.numerics.ggml.kquants.rules import ROUNDS, SUPER, SearchRule, StepSizes, BlockFit, around
 from quantry.numerics.ggml.lanes import largest_or_one, largest_value, select, square_sum, sum_over
 from quantry.numerics.simd import LANES, Array, Kernel, Mask, Vector
 from quantry.numerics.threads import buffer
 
 
-def fit_affine(rule: SearchRule, steps: StepSizes, weight: Tensor, importance: Tensor | None) -> Fit:
+def fit_affine(rule: SearchRule, steps: StepSizes, weight: Tensor, importance: Tensor | None) -> BlockFit:
     fits = buffer("fits", (5, rule.groups, weight.shape[0]), weight)
     _affine(rule, steps, importance is not None)(weight, importance, fits, weight.shape[0])
-    return Fit(*fits)
+    return BlockFit(*fits)
 
 
-def fit_symmetric(rule: SearchRule, weight: Tensor, importance: Tensor | None) -> Fit:
+def fit_symmetric(rule: SearchRule, weight: Tensor, importance: Tensor | None) -> BlockFit:
     fits = buffer("fits", (5, rule.groups, weight.shape[0]), weight)
     _symmetric(rule, importance is not None)(weight, importance, fits, weight.shape[0])
-    return Fit(*fits)
+    return BlockFit(*fits)
 
 
 def fit_improving(rule: SearchRule, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,13 +52,13 @@ def share_symmetric(values: Tensor, weight: Tensor, top: int) -> tuple[Tensor, T
     return _share(_signed(values.shape[0], top), values, weight)
 
 
-def round_affine(rule: SearchRule, weight: Tensor, fit: Fit, step: Tensor, offset: Tensor) -> Tensor:
+def round_affine(rule: SearchRule, weight: Tensor, fit: BlockFit, step: Tensor, offset: Tensor) -> Tensor:
     codes = torch.empty_like(weight, dtype=torch.uint8)
     _rounding(rule, "affine")(weight, codes, step, fit.start, fit.inverse, offset, weight.shape[0])
     return codes
 
 
-def round_symmetric(rule: SearchRule, weight: Tensor, fit: Fit, step: Tensor) -> Tensor:
+def round_symmetric(rule: SearchRule, weight: Tensor, fit: BlockFit, step: Tensor) -> Tensor:
     codes = torch.empty_like(weight, dtype=torch.uint8)
     _rounding(rule, "symmetric")(weight, codes, step, fit.start, fit.inverse, None, weight.shape[0])
     return codes
@@ -104,7 +104,6 @@ def _affine(rule: SearchRule, steps: StepSizes, important: bool) -> Kernel:
 
 
 def _search_affine(k: Kernel, x: Array, w: Array, top: int, steps: StepSizes) -> tuple[Vector, ...]:
-    """Returns scale, minimum, inverse step, start and sum of weights."""
     codes, divisors = k.array(x.length), k.table(steps.divisors(top))
     sum_w, sum_x = sum_over(k, x, lambda i: w[i]), sum_over(k, x, lambda i: w[i] * x[i])
     (low,) = k.repeat(x.length, [0.0], lambda i, low: [k.least(low, x[i])])
@@ -362,7 +361,6 @@ def _kernel(tile: Callable[[Kernel, Any], None], pointers: int) -> Kernel:
 
 
 def _weighted_mean(k: Kernel, rule: SearchRule, weight: Any, first: Any, x: Array) -> Vector:
-    """Returns the mean square of each super-block times the spread."""
     assert rule.spread is not None
     return square_sum(k, weight, first, SUPER, x) * (rule.spread / SUPER)
 

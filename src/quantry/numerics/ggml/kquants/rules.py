@@ -41,7 +41,7 @@ class SearchRule:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class BlockFit:
     """The result of a search, each tensor (sub-blocks in a super-block, super-blocks)."""
 
     scale: Tensor
