@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from quantry.blockwise.walk import Walk
 from quantry.jobs.auto.choices import FP8_NOISE
 from quantry.models.reader import open_checkpoint
 from quantry.models.weights import PlainWeights
@@ -47,8 +48,8 @@ def windows(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
     return [torch.randint(3, 250, (length,), generator=generator).tolist() for length in lengths]
 
 
-def source(folder: Path) -> PlainWeights:
-    return PlainWeights(open_checkpoint(folder), folder)
+def walk(folder: Path, **how: Any) -> Walk:
+    return Walk(PlainWeights(open_checkpoint(folder), folder), **{"batch": 2, **how})
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(llama: Path) -> Fisher:
-    return fisher(source(llama), windows(), seed=SEED, batch=2)
+    return fisher(walk(llama), windows(), seed=SEED)
 
 
 class Noted:
@@ -182,7 +183,7 @@ def same(given: Tensor, expected: Tensor) -> None:
 def test_against_autograd_on_the_whole_model(kind: str, tmp_path: Path) -> None:
     write_model(tmp_path, kind)
     expected = plainly(tmp_path, kind)
-    made = fisher(source(tmp_path), windows(), dtype=torch.float64, seed=SEED, batch=2)
+    made = fisher(walk(tmp_path, dtype=torch.float64), windows(), seed=SEED)
     assert made.tokens == sum(LENGTHS)
     reached = 0
     for name, rows in made.outputs.items():
@@ -219,18 +220,18 @@ def assert_equal(one: Fisher, other: Fisher, tolerance: float = 0.0) -> None:
 
 
 def test_batches_and_files_do_not_matter(llama: Path, found: Fisher, tmp_path: Path) -> None:
-    assert_equal(found, fisher(source(llama), windows(), seed=SEED, batch=2))
-    assert_equal(found, fisher(source(llama), windows(), seed=SEED, batch=2, memory=0, scratch=tmp_path))
+    assert_equal(found, fisher(walk(llama), windows(), seed=SEED))
+    assert_equal(found, fisher(walk(llama, memory=0, scratch=tmp_path), windows(), seed=SEED))
     assert list(tmp_path.iterdir()) == []
-    assert_equal(found, fisher(source(llama), windows(), seed=SEED, batch=1), 1e-3)
+    assert_equal(found, fisher(walk(llama, batch=1), windows(), seed=SEED), 1e-3)
 
 
 def test_seeds_and_draws(llama: Path, found: Fisher) -> None:
-    other = fisher(source(llama), windows(), seed=SEED + 1, batch=2)
+    other = fisher(walk(llama), windows(), seed=SEED + 1)
     name = next(iter(found.outputs))
     assert not torch.allclose(found.outputs[name], other.outputs[name], rtol=1e-2)
     torch.testing.assert_close(found.head, other.head)  # nothing is drawn for it
-    twice = fisher(source(llama), windows(), seed=SEED, batch=2, draws=2)
+    twice = fisher(walk(llama), windows(), seed=SEED, draws=2)
     assert twice.tokens == 2 * found.tokens
     torch.testing.assert_close(twice.head, found.head, rtol=1e-4, atol=1e-9)
     torch.testing.assert_close(twice.frequency, found.frequency)
@@ -239,7 +240,7 @@ def test_seeds_and_draws(llama: Path, found: Fisher) -> None:
 
 def test_progress_counts_every_block_twice(llama: Path) -> None:
     told: list[tuple[int, int, str]] = []
-    fisher(source(llama), windows((24,)), progress=lambda *step: told.append(step))
+    fisher(walk(llama), windows((24,)), progress=lambda *step: told.append(step))
     assert [done for done, _, _ in told] == list(range(5))
     assert {total for _, total, _ in told} == {5}
 
@@ -300,7 +301,7 @@ def test_rounded_inputs_do_the_damage_that_is_predicted() -> None:
 def test_small_errors_do_the_damage_that_is_predicted(llama: Path) -> None:
     """The divergence of the model's predictions in float64, for a random error in each linear of the last block."""
     texts = windows((100,) * 6)
-    found = fisher(source(llama), texts, dtype=torch.float64, draws=4)
+    found = fisher(walk(llama, batch=4, dtype=torch.float64), texts, draws=4)
     model = transformers.LlamaForCausalLM.from_pretrained(llama, dtype=torch.float64).eval()
     ratios = {}
     for number, name in enumerate(sorted(name for name in found.outputs if ".layers.1." in name)):

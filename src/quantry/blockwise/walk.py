@@ -149,8 +149,8 @@ class Walk:
         self.skeleton = Skeleton(source, torch.device(device), dtype)
         self.batches: list[Batch] = []
         self.reached: int | None = None
-        self._size, self._memory, self._scratch, self._home = batch, memory, scratch, CPU
-        self._sparing = sparing
+        self.memory, self.scratch = memory, scratch
+        self._size, self._sparing, self._home = batch, sparing, CPU
 
     @property
     def count(self) -> int:
@@ -212,9 +212,9 @@ class Walk:
         size, device = tokens * channels * first.element_size(), self.skeleton.device
         roomy = device.type == "cuda" and not self._sparing and 4 * size <= torch.cuda.mem_get_info(device)[0]
         self._home = device if roomy else CPU
-        if self._memory is None or size <= self._memory or self._home != CPU:
+        if self.memory is None or size <= self.memory or self._home != CPU:
             return
-        file = mapped(tokens * channels, first.dtype, self._scratch).view(tokens, channels)
+        file = mapped(tokens * channels, first.dtype, self.scratch).view(tokens, channels)
         parts = torch.split(file, [batch.tokens.numel() for batch in self.batches])
         for batch, part in zip(self.batches, parts, strict=True):
             batch.hidden, batch.spilled = part.view(*batch.tokens.shape, channels), True

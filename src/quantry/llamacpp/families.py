@@ -97,7 +97,7 @@ def _family(name: str) -> Family:
     lists = table()["lists"]
     for column in ("keys", "layer", "biases"):
         row[column] = [part for entry in row.get(column, ()) for part in lists.get(entry, [entry])]
-    frozen = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    frozen: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
     return Family(name=name, shapes=shapes, **frozen)
 
 

@@ -9,6 +9,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from quantry.blockwise.walk import Walk
 from quantry.jobs.auto.choices import LayerChoices
 from quantry.llamacpp.tensor_map import HEAD
 from quantry.methods.rounding import LayerInput
@@ -159,12 +160,9 @@ class DamageMeter:
             statistics.store,
             sha256(key.encode()).hexdigest()[:32],
             lambda: fisher(
-                walk.source,
+                Walk(walk.source, device=walk.device, dtype=walk.dtype, memory=walk.memory),
                 windows,
-                device=walk.device,
-                dtype=walk.dtype,
                 seed=SEED,
-                memory=walk.memory,
                 progress=lambda done, _, label: self._report(done, label),
             ),
         )

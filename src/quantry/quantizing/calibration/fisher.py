@@ -24,14 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from quantry.blockwise.skeleton import WeightSource
 from quantry.blockwise.taps import LinearOutputs, Place
 from quantry.blockwise.walk import CPU, Batch, Block, Walk, mapped
 from quantry.errors import QuantryError
 from quantry.models.linears import QUANTIZED_PARTS
 from quantry.models.parts import part_of
 from quantry.quantizing.calibration.observe import OTHER, add_gram, modules
-from quantry.quantizing.calibration.resumable_walk import MEMORY
 from quantry.quantizing.calibration.store import Store, load_checked, pack_checked
 from quantry.types import Progress
 
@@ -57,23 +55,17 @@ class Fisher:
 
 
 def fisher(
-    source: WeightSource,
+    walk: Walk,
     windows: Sequence[Sequence[int]],
     *,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.float32,
     seed: int = 0,
     draws: int = 1,
-    batch: int = 4,
-    memory: int = MEMORY,
-    scratch: Path | None = None,
     progress: Progress | None = None,
 ) -> Fisher:
     """Computes the Fisher information of a model on some windows, each run `draws` times with other tokens drawn.
 
-    The hidden states before all blocks are kept in main memory up to `memory` bytes, else in files in `scratch`.
+    The hidden states before all blocks stay in main memory as far as the walk allows, else in its files.
     """
-    walk = Walk(source, device=device, dtype=dtype, batch=batch, memory=memory, scratch=scratch)
     runs = [window for _ in range(draws) for window in windows]
     tokens = sum(map(len, runs))
     total = 2 * walk.count + 1
@@ -85,7 +77,7 @@ def fisher(
     kept = []
     for block in walk.blocks(runs):
         tell(block.index, block.name)
-        kept.append(_kept(walk, memory, scratch))
+        kept.append(_kept(walk))
     tell(walk.count, "the head")
     head, gram = _head(walk, seed)
     outputs: dict[str, Tensor] = {}
@@ -108,11 +100,11 @@ def _mean(sums: Tensor, tokens: int) -> Tensor:
     return (sums.double() / tokens).float().to(CPU)
 
 
-def _kept(walk: Walk, memory: int, scratch: Path | None) -> list[Tensor]:
+def _kept(walk: Walk) -> list[Tensor]:
     states = [batch.hidden for batch in walk.batches]
-    if walk.count * sum(state.nbytes for state in states) <= memory:
+    if walk.memory is None or walk.count * sum(state.nbytes for state in states) <= walk.memory:
         return [state.to(CPU, copy=True) for state in states]
-    room = mapped(sum(state.numel() for state in states), states[0].dtype, scratch)
+    room = mapped(sum(state.numel() for state in states), states[0].dtype, walk.scratch)
     parts = torch.split(room, [state.numel() for state in states])
     return [part.view(state.shape).copy_(state) for part, state in zip(parts, states, strict=True)]
 

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from quantry.numerics.ggml.exact import TINY
 from quantry.numerics.ggml.kquants import batched, compiled
-from quantry.numerics.ggml.kquants.rules import RULES, SearchRule, StepSizes, BlockFit
+from quantry.numerics.ggml.kquants.rules import RULES, BlockFit, SearchRule, StepSizes
 from quantry.numerics.ggml.layout import Fields
 from quantry.numerics.simd import AVAILABLE
 

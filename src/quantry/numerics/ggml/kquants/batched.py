@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantry.numerics.ggml.exact import TINY, add_up, over, root
-from quantry.numerics.ggml.kquants.rules import ROUNDS, SUPER, SearchRule, StepSizes, BlockFit, around
+from quantry.numerics.ggml.kquants.rules import ROUNDS, SUPER, BlockFit, SearchRule, StepSizes, around
 from quantry.numerics.threads import buffer
 
 TILE = 1 << 18  # weights searched at a time on the CPU

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantry.numerics.ggml.exact import TINY
-from quantry.numerics.ggml.kquants.rules import ROUNDS, SUPER, SearchRule, StepSizes, BlockFit, around
+from quantry.numerics.ggml.kquants.rules import ROUNDS, SUPER, BlockFit, SearchRule, StepSizes, around
 from quantry.numerics.ggml.lanes import largest_or_one, largest_value, select, square_sum, sum_over
 from quantry.numerics.simd import LANES, Array, Kernel, Mask, Vector
 from quantry.numerics.threads import buffer
