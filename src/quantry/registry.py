@@ -13,6 +13,7 @@ plug-in of another package is held to the same contract and cannot take the name
 """
 
 import ast
+from collections.abc import Collection
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
@@ -36,11 +37,8 @@ def choices(package: str) -> tuple[str, ...]:
 
 def load(package: str, name: str) -> ModuleType:
     """Imports the plug-in `name` of `package`; an unknown name is answered with the choices."""
-    module = {**_others(package), **_built_in(package)}.get(name)
-    if module is None:
-        raise UnknownNameError(
-            f"unknown {_room(package).removesuffix('s')} {name!r}", fix=suggest(name, choices(package))
-        )
+    check(_kind(package), name, choices(package))
+    module = {**_others(package), **_built_in(package)}[name]
     try:
         return import_module(module)
     except ImportError as error:
@@ -76,6 +74,12 @@ def facts(package: str, name: str) -> dict[str, Any]:
                 with suppress(ValueError):  # not a literal
                     declared[target.id] = ast.literal_eval(statement.value)
     return declared
+
+
+def check(what: str, name: str, known: Collection[str]) -> None:
+    """Raises UnknownNameError, which suggests a known name, for a name that is not known."""
+    if name not in known:
+        raise UnknownNameError(f"unknown {what} {name!r}", fix=suggest(name, tuple(known)))
 
 
 def suggest(name: str, known: tuple[str, ...]) -> str:

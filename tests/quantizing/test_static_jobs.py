@@ -195,7 +195,7 @@ def test_conversions_carry_static_scales_or_drop_those_of_the_cache(tmp_path: Pa
     ("options", "reason"),
     [
         (["--preset", "w8a8", "--input-scales", "mse"], "--input-scales has no use: w8a8 stores no scales of inputs"),
-        (["--preset", "fp8-static", "--input-scales", "mean"], "unknown method 'mean' for input scales"),
+        (["--preset", "fp8-static", "--input-scales", "mean"], "unknown method of input scales 'mean'"),
         (["--preset", "nvfp4-w4a4", "--input-scales", "mse"], "mse cannot choose the input scale of nvfp4-w4a4"),
         (["--preset", "w8a8", "--kv", "fp4"], "unknown KV cache 'fp4'"),
         (["--preset", "gguf-q4_0", "--kv", "fp8"], "format gguf has no place for the scales of an FP8 KV cache"),

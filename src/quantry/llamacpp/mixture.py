@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.resources import files
 
-from quantry.errors import RecipeError, UnknownNameError, WeightError
-from quantry.registry import suggest
+from quantry.errors import RecipeError, WeightError
+from quantry.registry import check, suggest
 
 Rows = tuple[tuple[str, str], ...]  # (condition, type)
 
@@ -140,7 +140,8 @@ def types(
     and as in llama-quantize a tensor it names is not counted when others are placed by depth. Raises UnknownNameError
     for an unknown file type, RecipeError for an unknown type, WeightError for rows that fit no type.
     """
-    chosen, rules = _file_type(file_type), _checked(overrides)
+    check("GGUF file type", file_type, FILE_TYPES)
+    chosen, rules = FILE_TYPES[file_type], _checked(overrides)
     roles = {name: _role(name, tied="output.weight" not in shapes) for name in shapes}
     counts = {"attn_v": list(roles.values()).count("attn_v"), "ffn_down": model.layers}
     seen = dict.fromkeys(counts, 0)
@@ -198,12 +199,6 @@ def _layer(name: str) -> int:
 def _quantizable(name: str, shape: Sequence[int]) -> bool:
     """Returns False for vectors; a matrix of one row is one, since ggml drops leading dimensions of 1."""
     return any(size > 1 for size in shape[:-1]) and not PLAIN.search(name)
-
-
-def _file_type(name: str) -> FileType:
-    if name not in FILE_TYPES:
-        raise UnknownNameError(f"unknown GGUF file type {name!r}", fix=suggest(name, tuple(FILE_TYPES)))
-    return FILE_TYPES[name]
 
 
 def _checked(overrides: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:

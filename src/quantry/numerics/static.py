@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quantry import registry
-from quantry.errors import RecipeError, UnknownNameError
+from quantry.errors import RecipeError
 from quantry.numerics.grids import FLOAT8, LARGEST, code_range
 from quantry.numerics.scales import NVFP4_OUTER, stored
 from quantry.types import Grid, Stats
@@ -32,10 +32,7 @@ def input_scale(stats: Stats, grid: Grid, method: str = "minmax") -> Tensor:
     For NVFP4, whose groups have scales too, it is the float32 divisor that keeps those in E4M3's range. Raises
     UnknownNameError for an unknown method, RecipeError if the method cannot work with the grid or the statistics.
     """
-    if method not in METHODS:
-        raise UnknownNameError(
-            f"unknown method {method!r} for input scales", fix=registry.suggest(method, tuple(METHODS))
-        )
+    registry.check("method of input scales", method, METHODS)
     if grid.kind != "e2m1":
         return stored(METHODS[method](stats, grid) / largest_code(grid), grid).reshape(1)
     if method == "mse":

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantry import registry
-from quantry.errors import RecipeError, UnknownNameError
+from quantry.errors import RecipeError
 from quantry.formats.contract import FORMATS, Format, load_format
 from quantry.formats.gguf import NAME as GGUF
 from quantry.methods import contract
@@ -186,9 +186,7 @@ def _target(to: str) -> Format | None:
     """Returns the target format; None for 16-bit weights."""
     if to in PLAIN:
         return None
-    known = registry.choices(FORMATS)
-    if to not in known:
-        raise UnknownNameError(f"unknown format {to!r}", fix=registry.suggest(to, (*known, *PLAIN)))
+    registry.check("format", to, (*registry.choices(FORMATS), *PLAIN))
     if to == GGUF:
         raise RecipeError("GGUF is made of 16-bit weights", fix="convert to bf16, then quantize that to a gguf preset")
     return load_format(to)

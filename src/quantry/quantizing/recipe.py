@@ -13,7 +13,7 @@ from importlib.resources import files
 from typing import Any
 
 from quantry import registry
-from quantry.errors import RecipeError, UnknownNameError
+from quantry.errors import RecipeError
 from quantry.formats.contract import FORMATS, load_format
 from quantry.formats.gguf import NAME as GGUF
 from quantry.methods.contract import FITS, ROUNDERS, TRANSFORMS
@@ -164,8 +164,7 @@ def preset(name: str, group: int | None = None) -> Preset:
     """Returns the preset of that name, with another group size if given. Raises UnknownNameError or RecipeError."""
     if name == AUTO:
         raise RecipeError("preset auto is chosen for one model and size", fix="use it with quantry quantize --budget")
-    if name not in _presets():
-        raise UnknownNameError(f"unknown preset {name!r}", fix=registry.suggest(name, tuple(_presets())))
+    registry.check("preset", name, _presets())
     named = _presets()[name]
     return named if group is None else _with_group(named, group)
 
@@ -206,18 +205,14 @@ def _with_presets(recipe: Recipe, changes: Mapping[str, str]) -> Recipe:
 
 
 def _fit(recipe: Recipe, name: str) -> str:
-    known = registry.choices(FITS)
-    if name not in known:
-        raise UnknownNameError(f"unknown fit {name!r}", fix=registry.suggest(name, known))
+    registry.check("fit", name, registry.choices(FITS))
     if recipe.preset.fit is None:
         raise RecipeError(f"fit has no use: ggml fits the types of {recipe.preset.name} itself", fix="leave it out")
     return name
 
 
 def _rounder(recipe: Recipe, name: str) -> str:
-    known = registry.choices(ROUNDERS)
-    if name not in known:
-        raise UnknownNameError(f"unknown rounder {name!r}", fix=registry.suggest(name, known))
+    registry.check("rounder", name, registry.choices(ROUNDERS))
     grids = registry.facts(ROUNDERS, name).get("GRIDS")
     for used in recipe.presets:
         if grids is not None and used.scheme.weight.kind not in grids:
@@ -229,9 +224,7 @@ def _rounder(recipe: Recipe, name: str) -> str:
 
 
 def _transform(recipe: Recipe, name: str) -> str:
-    known = registry.choices(TRANSFORMS)
-    if name not in known:
-        raise UnknownNameError(f"unknown transform {name!r}", fix=registry.suggest(name, known))
+    registry.check("transform", name, registry.choices(TRANSFORMS))
     for used in recipe.presets:
         if used.scheme.weight.is_cast:
             raise RecipeError(f"--transform {name} has no use: {used.name} rounds nothing", fix="leave it out")
@@ -241,9 +234,7 @@ def _transform(recipe: Recipe, name: str) -> str:
 
 
 def _input_scales(recipe: Recipe, method: str) -> str:
-    known = ("minmax", *sorted(HISTOGRAMS))
-    if method not in known:
-        raise UnknownNameError(f"unknown method {method!r} for input scales", fix=registry.suggest(method, known))
+    registry.check("method of input scales", method, ("minmax", *sorted(HISTOGRAMS)))
     if not any(used.scheme.static for used in recipe.presets):
         raise RecipeError(
             f"--input-scales has no use: {recipe.preset.name} stores no scales of inputs",
@@ -289,9 +280,7 @@ def _rule(settings: Any) -> Rule:
 
 
 def _check_format(recipe: Recipe) -> None:
-    known = registry.choices(FORMATS)
-    if recipe.format != CAST and recipe.format not in known:
-        raise UnknownNameError(f"unknown format {recipe.format!r}", fix=registry.suggest(recipe.format, (*known, CAST)))
+    registry.check("format", recipe.format, (*registry.choices(FORMATS), CAST))
     _check_rules(recipe)
     for used in recipe.presets:
         if recipe.format == CAST:
@@ -320,8 +309,8 @@ def _check_rules(recipe: Recipe) -> None:
 
 
 def _check_cache(recipe: Recipe) -> None:
-    if recipe.kv is not None and recipe.kv not in KV:
-        raise UnknownNameError(f"unknown KV cache {recipe.kv!r}", fix=registry.suggest(recipe.kv, tuple(KV)))
+    if recipe.kv is not None:
+        registry.check("KV cache", recipe.kv, KV)
     holds = recipe.format not in (CAST, GGUF) and load_format(recipe.format).CACHE_SCALES is not None
     if recipe.cache and not holds:
         raise RecipeError(
