@@ -18,8 +18,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 from gguf import GGUFWriter  # noqa: E402
 
 import quantry  # noqa: E402
-from llamacpp_buffers import ask  # noqa: E402
 from measure import keep  # noqa: E402
+from planning.llamacpp_buffers import ask  # noqa: E402
 from quantry.devices.catalogue import parse  # noqa: E402
 from quantry.llamacpp import metadata, mixture  # noqa: E402
 from quantry.llamacpp.tensor_map import family  # noqa: E402

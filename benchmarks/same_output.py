@@ -197,8 +197,8 @@ def plans(before: Mapping[str, Any], only: str) -> dict[str, dict[str, Any]]:
 
 
 def _requests() -> dict[str, dict[str, Any]]:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "planning"))
-    from make_plan import SHOWN
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from planning.make_plan import SHOWN
     from quantry.planning.matrices import cases
 
     shown = {f"plan {name}": ask for name, ask in SHOWN.items()}

@@ -472,11 +472,14 @@ def test_config_is_what_transformers_writes(grid: Grid) -> None:
 
 
 def test_the_length_of_the_state_does_not_depend_on_the_data() -> None:
-    grid = Grid("nf4", 4, (1, 64), nested=True)
-    lengths = {
-        len(bitsandbytes._state((64, 64), grid, offset))
-        for offset in (0.0, 0.5, 1 / 3, 1e-30, -1.2345678901234567e-308)
-    }
+    """It is written before the mean of the scales, which stands in it, is known."""
+    tensor = quantized(("bitsandbytes", Scheme(Grid("nf4", 4, (1, 64), nested=True)), (64, 64)))
+    nested = tensor.params.nested
+    assert nested is not None
+    lengths, name = set(), f"{MODULE}.weight.quant_state.bitsandbytes__nf4"
+    for offset in (0.0, 0.5, 1 / 3, 1e-30, -1.2345678901234567e-308):
+        params = replace(tensor.params, nested=replace(nested, offset=offset))
+        lengths.add(len(bitsandbytes.encode(MODULE, replace(tensor, params=params))[name]))
     assert len(lengths) == 1
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from calibration_text import statistics
 from command import command
 from depth import DEEP, cases, sampled
+from quantizing.calibration_text import statistics
 from quantry.blockwise import walk
 from quantry.cli import app
 from quantry.errors import CheckpointError, QuantryError, RecipeError, UnknownNameError

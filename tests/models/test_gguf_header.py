@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depth import examples
+from memory_file import MemoryFile
 from quantry.errors import CheckpointError, ConfigError, QuantryError
 from quantry.models.files import LocalFiles
 from quantry.models.gguf import Skipped, config_of, read_header, read_shards
-from test_safetensors_header import Memory
 
 
 def text(value: str) -> bytes:
@@ -75,7 +75,7 @@ def test_every_ggml_type_has_the_librarys_size(tmp_path: Path) -> None:
         table = row("t", (3 * weights, 2)[::1], int(kind))
         header = raw(table=table, tensor_count=1)
         data = header.ljust(-(-len(header) // 32) * 32, b"\0") + bytes(6 * nbytes)
-        (tensor,) = read_header(Memory(data), "f").tensors
+        (tensor,) = read_header(MemoryFile(data), "f").tensors
         assert (tensor.dtype, tensor.nbytes, tensor.shape) == (kind.name, 6 * nbytes, (2, 3 * weights))
 
 
@@ -106,7 +106,7 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_bad_headers_are_named(message: str) -> None:
-    memory = Memory(BAD[message])
+    memory = MemoryFile(BAD[message])
     with pytest.raises(CheckpointError) as caught:
         read_header(memory, "f")
     assert message in str(caught.value)
@@ -115,10 +115,10 @@ def test_bad_headers_are_named(message: str) -> None:
 
 def test_truncation_anywhere_in_the_header_is_refused(gguf_file: Path) -> None:
     data = gguf_file.read_bytes()
-    end = min(tensor.start for tensor in read_header(Memory(data), "f").tensors)
+    end = min(tensor.start for tensor in read_header(MemoryFile(data), "f").tensors)
     for length in [*range(0, end, 97), len(data) - 65]:
         with pytest.raises(CheckpointError):
-            read_header(Memory(data[:length]), "f")
+            read_header(MemoryFile(data[:length]), "f")
 
 
 def small_file() -> bytes:
@@ -139,7 +139,7 @@ def test_mutated_bytes(changes: list[tuple[int, int]], growth: int) -> None:
     for position, value in changes:
         data[position % len(data)] = value
     mutated = bytes(data[:growth]) if growth < 0 else bytes(data) + b"\0" * growth
-    memory = Memory(mutated)
+    memory = MemoryFile(mutated)
     try:
         for tensor in read_header(memory, "f").tensors:
             assert 0 < tensor.start <= tensor.start + tensor.nbytes <= len(mutated)
@@ -150,7 +150,7 @@ def test_mutated_bytes(changes: list[tuple[int, int]], growth: int) -> None:
 
 def test_a_file_of_zeros_does_not_fill_the_memory() -> None:
     """2 TiB of zeros would be 80 billion valid empty rows."""
-    memory = Memory(raw(tensor_count=1 << 36), size=1 << 41)
+    memory = MemoryFile(raw(tensor_count=1 << 36), size=1 << 41)
     with pytest.raises(CheckpointError, match="claims"):
         read_header(memory, "f")
     assert memory.total < 1 << 20

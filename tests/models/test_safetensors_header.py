@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from depth import examples
+from memory_file import MemoryFile
 from quantry.errors import CheckpointError, QuantryError
 from quantry.models.files import LocalFiles
 from quantry.models.safetensors import read_header, read_tensors
@@ -105,22 +106,6 @@ def test_tensor_in_two_shards(make_folder: MakeFolder) -> None:
         read_tensors(LocalFiles(folder))
 
 
-class Memory:
-    """A file that lives in memory and counts what is read of it."""
-
-    label = "memory"
-
-    def __init__(self, data: bytes, size: int | None = None) -> None:
-        self.data = data
-        self.sizes = {"f": len(data) if size is None else size}
-        self.total = 0
-
-    def read(self, name: str, start: int, length: int) -> bytes:
-        self.total += length
-        assert start + length <= self.sizes[name]
-        return self.data[start : start + length].ljust(length, b"\0")
-
-
 GOOD = save({"a": np.ones((4, 8), np.float16), "b": np.zeros(3, np.float32), "c": np.zeros((0, 2), np.int8)})
 HEADER_END = 8 + struct.unpack("<Q", GOOD[:8])[0]
 NUMBERS = st.integers(-(1 << 70), 1 << 70) | st.floats() | st.booleans() | st.none() | st.just(10**400)
@@ -140,7 +125,7 @@ def library_accepts(data: bytes) -> bool:
 
 def ours_accepts(data: bytes) -> bool:
     try:
-        read_header(Memory(data), "f")
+        read_header(MemoryFile(data), "f")
     except QuantryError as error:
         assert len(str(error)) < 600
         return False
@@ -183,7 +168,7 @@ def test_mutated_bytes(changes: list[tuple[int, int]], growth: int) -> None:
 @example({"a": {"dtype": "F16", "shape": [1 << 62, 1 << 62, 0], "data_offsets": [0, 0]}})
 def test_inconsistent_entries(header: dict[str, Any]) -> None:
     text = json.dumps(header).encode()
-    memory = Memory(struct.pack("<Q", len(text)) + text + b"12345678")
+    memory = MemoryFile(struct.pack("<Q", len(text)) + text + b"12345678")
     try:
         for tensor in read_header(memory, "f"):
             assert 8 + len(text) <= tensor.start <= tensor.start + tensor.nbytes <= memory.sizes["f"]
@@ -193,7 +178,7 @@ def test_inconsistent_entries(header: dict[str, Any]) -> None:
 
 
 def test_a_huge_claimed_header_is_not_read() -> None:
-    memory = Memory(struct.pack("<Q", 99_999_999), size=50_000_000)
+    memory = MemoryFile(struct.pack("<Q", 99_999_999), size=50_000_000)
     with pytest.raises(CheckpointError, match="claims a header"):
         read_header(memory, "f")
     assert memory.total == 8

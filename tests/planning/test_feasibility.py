@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depth import DEEP, examples, sampled
-from named_facts import named_facts
+from planning.named_facts import named_facts
 from quantry.devices import Device
 from quantry.devices.catalogue import catalogue, parse
 from quantry.engines.contract.catalogue import (

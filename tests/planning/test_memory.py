@@ -16,7 +16,7 @@ import pytest
 import quantry
 from demo_artefacts import gguf_in, quantized_demo
 from depth import DEEP, rounds, sampled
-from llamacpp_buffers import ask_all
+from planning.llamacpp_buffers import ask_all
 from quantry.devices import Device
 from quantry.devices.catalogue import parse
 from quantry.engines.contract.catalogue import engines

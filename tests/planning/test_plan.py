@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-import make_plan
 from command import command, imported
 from demo_artefacts import quantized_demo
 from depth import cases, deep
-from named_facts import named_facts
+from planning import make_plan
+from planning.named_facts import named_facts
 from quantry.devices.catalogue import catalogue, parse
 from quantry.engines.contract.catalogue import engines, flags, latest
 from quantry.engines.contract.options import Serving

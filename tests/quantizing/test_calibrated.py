@@ -17,6 +17,7 @@ import quantry
 from command import command
 from depth import cases, deep
 from killed_jobs import contents
+from quantizing.written_llama import decoded
 from quantry import registry
 from quantry.blockwise.walk import run
 from quantry.errors import QuantryError
@@ -36,7 +37,6 @@ from quantry.quantizing.calibration.text import CalibrationText, load
 from quantry.quantizing.recipe import build, presets
 from quantry.quantizing.tensor_plan import by_block, plan_folder
 from quantry.types import Grid, QTensor, Scheme, Stats
-from written_llama import decoded
 
 pytestmark = pytest.mark.usefixtures("exact_store")
 TEXT: dict[str, Any] = {"samples": 24, "length": 128}

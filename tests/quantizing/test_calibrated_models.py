@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import quantry
-from calibration_text import statistics
 from depth import FAMILIES, cases
 from divergences import divergence, logits, windows
 from linear_inputs import inputs_of
+from quantizing.calibration_text import statistics
 from quantry.llamacpp import importance
 from quantry.methods.rounders import gptq
 from quantry.models.reader import open_checkpoint

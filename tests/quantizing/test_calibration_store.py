@@ -13,8 +13,8 @@ import torch
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from calibration_text import same, statistics
 from linear_inputs import WINDOWS, Folder
+from quantizing.calibration_text import same, statistics
 from quantry.blockwise.walk import Walk
 from quantry.errors import OutputError, QuantryError
 from quantry.models.identity import identity

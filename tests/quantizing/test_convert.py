@@ -9,10 +9,10 @@ import torch
 import quantry
 from command import command as run
 from killed_jobs import contents
+from quantizing.written_llama import CONFIG, llama_shapes, write_model
 from quantry.errors import QuantryError
 from quantry.numerics.grids import dequantize
 from quantry.quantizing.quantized_model import QuantizedModel
-from written_llama import CONFIG, llama_shapes, write_model
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from block_jobs import LAYERS, BlockJob, far
-from calibration_text import same, statistics
 from linear_inputs import WINDOWS, Folder
+from quantizing.block_jobs import LAYERS, BlockJob, far
+from quantizing.calibration_text import same, statistics
 from quantry.blockwise.walk import Block, Walk
 from quantry.errors import QuantryError
 from quantry.methods.rounders import gptq

@@ -16,6 +16,7 @@ import quantry
 from command import command as run
 from depth import cases
 from killed_jobs import contents, kill_and_resume
+from quantizing.written_llama import CONFIG, decoded, llama_shapes, write_model
 from quantry import registry
 from quantry.errors import QuantryError
 from quantry.models.linears import fused_name, shared_name
@@ -24,7 +25,6 @@ from quantry.quantizing.calibration.block_inputs import BlockInputs
 from quantry.quantizing.makers.layers import LayerMaker
 from quantry.quantizing.recipe import presets
 from quantry.quantizing.tensor_plan import Piece
-from written_llama import CONFIG, decoded, llama_shapes, write_model
 
 BUILT = [  # GGUF is another container: tests/test_gguf.py
     (preset.name, form)

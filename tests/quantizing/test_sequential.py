@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from block_jobs import LAYERS, BlockJob, far
 from depth import cases
 from linear_inputs import inputs_of
+from quantizing.block_jobs import LAYERS, BlockJob, far
 from quantry.blockwise.walk import Walk
 from quantry.errors import QuantryError
 from quantry.models.linears import Linear

@@ -13,6 +13,8 @@ import quantry
 from command import command
 from killed_jobs import contents
 from linear_inputs import inputs_of
+from quantizing.written_llama import CONFIG, llama_shapes
+from quantizing.written_llama import write_model as write_plain
 from quantry.blockwise.walk import run
 from quantry.errors import QuantryError
 from quantry.models.reader import demo_folder
@@ -22,8 +24,6 @@ from quantry.quantizing.calibration.text import load
 from quantry.quantizing.quantized_model import QuantizedModel
 from quantry.quantizing.recipe import presets
 from tiny_models import write_model
-from written_llama import CONFIG, llama_shapes
-from written_llama import write_model as write_plain
 
 pytestmark = pytest.mark.usefixtures("exact_store")
 TEXT: dict[str, Any] = {"samples": 8, "length": 64}

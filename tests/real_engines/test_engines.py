@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 import quantry
-from environment import ensure, reference
 from quantry.blockwise import walk
 from quantry.jobs.auto.sensitivity import Method, unmeasured
 from quantry.jobs.auto.solver import limits
@@ -32,6 +31,7 @@ from quantry.proof.served.contract import Served
 from quantry.proof.served.engines import scoring_engine
 from quantry.proof.text import Window
 from quantry.quantizing.recipe import presets
+from real_engines.environment import ensure, reference
 
 pytestmark = pytest.mark.engines
 

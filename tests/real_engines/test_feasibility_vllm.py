@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from environment import HERE, ensure
 from quantry import registry
 from quantry.devices import Device
 from quantry.engines.contract.catalogue import engine, flags, removed
@@ -25,6 +24,7 @@ from quantry.planning.facts import device_facts, layer_facts
 from quantry.planning.feasibility import feasible
 from quantry.quantizing.recipe import Preset, Recipe, presets
 from quantry.types import Checkpoint, Grid, Scheme, TensorInfo, Verdict
+from real_engines.environment import HERE, ensure
 
 pytestmark = pytest.mark.engines
 

@@ -30,7 +30,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from environment import CACHE, ensure
 from local_servers import until
 from quantry.blockwise import walk
 from quantry.engines.contract.adapter import adapter
@@ -43,6 +42,7 @@ from quantry.serving.onnx_server.handler import BODY
 from quantry.serving.onnx_server.model import PREFILL, StopFilter, TurnQueue
 from quantry.serving.prepare import prepare, serve
 from quantry.serving.process import Launch, Running
+from real_engines.environment import CACHE, ensure
 
 pytestmark = pytest.mark.engines
 

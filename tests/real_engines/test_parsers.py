@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from environment import HERE, ensure
 from quantry.engines.contract.adapter import adapter
 from quantry.engines.contract.catalogue import flags
 from quantry.engines.contract.options import LOOKUP, Serving
+from real_engines.environment import HERE, ensure
 
 pytestmark = pytest.mark.engines
 

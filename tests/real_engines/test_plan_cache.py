@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from environment import HERE, ensure
 from quantry.devices.catalogue import parse
 from quantry.planning.memory.kv_cache import CachedLayer, Sequences, pool
 from quantry.planning.memory.terms import cache_type, terms
+from real_engines.environment import HERE, ensure
 
 pytestmark = pytest.mark.engines
 

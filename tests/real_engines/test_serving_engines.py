@@ -17,13 +17,13 @@ import openai
 import pytest
 
 import quantry
-from environment import ensure, reference
 from local_servers import until
 from quantry.engines.contract.options import Options
 from quantry.errors import QuantryError
 from quantry.jobs.load.metrics import Watch, parse
 from quantry.serving.prepare import prepare, serve
 from quantry.serving.process import EngineError, Running
+from real_engines.environment import ensure, reference
 
 pytestmark = pytest.mark.engines
 

@@ -22,7 +22,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from chromium import Browser, decoded
 from depth import cases
 from quantry.errors import QuantryError
 from quantry.report import Content, FileRow, Memory, frontier, picture, render
@@ -34,6 +33,7 @@ from quantry.report.maps import heat, steps_of
 from quantry.report.memory import memory_bars
 from quantry.report.pareto import pareto
 from quantry.report.sizes import human
+from report.chromium import Browser, decoded
 from shared import shared
 
 GIB = 1 << 30
