@@ -111,12 +111,12 @@ def gguf_file(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def exact_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A calibration store of the test's own, with statistics in float32 like the oracles they are compared with."""
+    """A calibration store that the tests of a run share, with statistics in float32 like the oracles they are compared with."""
     import torch
 
     from quantry.quantizing.calibration import calibrator as calibrated
 
-    folder: Path = tmp_path_factory.mktemp("cache")
+    folder = shared(tmp_path_factory, "exact statistics", lambda folder: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUANTRY_CACHE", str(folder))
         patch.setattr(calibrated, "arithmetic", lambda device: torch.float32)

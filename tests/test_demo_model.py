@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import quantry
+from depth import rounds, sampled
 from quantry.models.reader import demo_folder
 
 DEMO = demo_folder()
@@ -107,8 +108,9 @@ def test_answers_a_simple_question(model: Any, tokenizer: Any, question: str, wo
     assert any(word in answer.lower() for word in words), answer
 
 
+@sampled
 def test_perplexity_is_far_below_that_of_shuffled_weights(model: Any, tokenizer: Any) -> None:
-    texts = documents("held-out.txt")[:60]
+    texts = documents("held-out.txt")[: rounds(120)]
     trained = perplexity(model, tokenizer, texts)
     shuffled = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(0)

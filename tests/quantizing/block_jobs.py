@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,12 @@ class BlockJob:
         planned = card.plan(str(folder), out, recorded, dissect(checkpoint), target.plan)
         self._job = pipeline.WriteJob(checkpoint, folder, recorded, target.plan, planned, self._container, 30_000)
         self.notes: tuple[str, ...] = ()
-        self.windows = load_windows(checkpoint, options)
+        self._checkpoint, self._options = checkpoint, options
+
+    @cached_property
+    def windows(self) -> list[list[int]]:
+        """The windows of tokens that the job is calibrated on."""
+        return [list(window) for window in calibrator.load_text(self._checkpoint, self._options).tokens]
 
     @property
     def partial(self) -> Path:
@@ -137,11 +143,6 @@ class BlockJob:
         written = [load_file(file) for file in self.out.glob("*.safetensors")]
         tensors |= {name: t.float() for part in written for name, t in part.items() if name in kept}
         return {**tensors, **{name: tensor.float() for name, tensor in self.spy.tensors.items() if name not in kept}}
-
-
-def load_windows(checkpoint: Any, options: CalibrationOptions) -> list[list[int]]:
-    """The windows of tokens that a job is calibrated on."""
-    return [list(window) for window in calibrator.load_text(checkpoint, options).tokens]
 
 
 def far(one: Tensor, other: Tensor) -> float:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -37,6 +38,7 @@ from quantry.quantizing.calibration.text import CalibrationText, load
 from quantry.quantizing.recipe import build, presets
 from quantry.quantizing.tensor_plan import by_block, plan_folder
 from quantry.types import Grid, QTensor, Scheme, Stats
+from shared import shared
 
 pytestmark = pytest.mark.usefixtures("exact_store")
 TEXT: dict[str, Any] = {"samples": 24, "length": 128}
@@ -56,6 +58,22 @@ def options(preset: str) -> dict[str, Any]:
     """The demo has 192 channels, which groups of 64 divide."""
     grid = presets()[preset].scheme.weight
     return {"preset": preset, **({"group": 64} if grid.kind == "int" and grid.block[1] else {})}
+
+
+@pytest.fixture(scope="module")
+def made(exact_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of the demo quantized on TEXT with these options; each is made once in a run, and copied for changes."""
+
+    def folder(**how: Any) -> Path:
+        name = "calibrated-" + "_".join(f"{key}-{value}" for key, value in sorted(how.items()))
+        text = {} if how["preset"] == "w4a16" and "rounder" not in how else TEXT
+
+        def make(place: Path) -> None:
+            quantry.quantize("demo", place / "out", **how, **text)
+
+        return shared(tmp_path_factory, name, make) / "out"
+
+    return folder
 
 
 QUICK = [("w4a16-gptq", "compressed-tensors"), ("w4a16-awq", "awq"), ("w8a8-smoothquant", "compressed-tensors")]
@@ -139,19 +157,18 @@ def check_same(found: QTensor, wanted: QTensor) -> None:
 
 
 @pytest.mark.parametrize("module", [Q, DOWN])
-def test_gptq_of_a_layer_by_hand(module: str, tmp_path: Path) -> None:
-    quantry.quantize("demo", tmp_path / "out", preset="w4a16-gptq", group=64, **TEXT)
+def test_gptq_of_a_layer_by_hand(module: str, made: Callable[..., Path]) -> None:
     weight, stats = load_file(DEMO / "model.safetensors")[f"{module}.weight"], stats_by_hand(module)
     grid = Grid("int", 4, (1, 64))
     params = mse.fit(weight, grid, None, stats)
-    found = stored_in(tmp_path / "out", module)
+    found = stored_in(made(preset="w4a16-gptq", group=64), module)
     check_same(found, gptq.round_weight(weight, grid, params, gptq.prepare(stats)))
     plain = nearest.round_weight(weight, grid, mse.fit(weight, grid))
     assert float((found.codes == plain.codes).float().mean()) < 0.95, "the comparison can tell"
 
 
-def test_awq_of_a_block_by_hand(tmp_path: Path) -> None:
-    quantry.quantize("demo", tmp_path / "out", preset="w4a16-awq", group=64, format="compressed-tensors", **TEXT)
+def test_awq_of_a_block_by_hand(made: Callable[..., Path]) -> None:
+    artefact = made(preset="w4a16-awq", group=64, format="compressed-tensors")
     checkpoint = open_checkpoint(DEMO)
     tensors = load_file(DEMO / "model.safetensors")
     block = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{BLOCK}.")}
@@ -162,16 +179,16 @@ def test_awq_of_a_block_by_hand(tmp_path: Path) -> None:
         stats[module] = groups.setdefault(hash(mine.mean_abs.numpy().tobytes()), mine)
     grid = Grid("int", 4, (1, 64), symmetric=False)
     pairs = smoothing(checkpoint, linears(checkpoint, 8), 2).pairs
-    made = awq.apply(block, pairs, stats, dict.fromkeys(inputs(), Scheme(grid)))
-    stored = load_file(tmp_path / "out" / "model.safetensors")
+    scaled = awq.apply(block, pairs, stats, dict.fromkeys(inputs(), Scheme(grid)))
+    stored = load_file(artefact / "model.safetensors")
     for norm in ("input_layernorm", "post_attention_layernorm"):
         name = f"{BLOCK}.{norm}.weight"
-        assert torch.equal(stored[name], made.block[name])
+        assert torch.equal(stored[name], scaled.block[name])
         assert not torch.equal(stored[name], block[name])
     for module in (Q, DOWN):
-        weight = made.block[f"{module}.weight"]
-        params = clip.fit(weight, grid, None, made.stats[module])
-        check_same(stored_in(tmp_path / "out", module), nearest.round_weight(weight, grid, params))
+        weight = scaled.block[f"{module}.weight"]
+        params = clip.fit(weight, grid, None, scaled.stats[module])
+        check_same(stored_in(artefact, module), nearest.round_weight(weight, grid, params))
 
 
 @cache
@@ -197,9 +214,10 @@ def lost(folder: Path, preset: str, **how: Any) -> float:
     return divergence(out)
 
 
-def test_gptq_loses_less(tmp_path: Path) -> None:
+def test_gptq_loses_less(made: Callable[..., Path]) -> None:
     """By 13 to 30 %, on this model and little text."""
-    assert lost(tmp_path, "w4a16-gptq") < 0.85 * lost(tmp_path, "w4a16")
+    rounded, nearest = (divergence(made(preset=preset, group=64)) for preset in ("w4a16-gptq", "w4a16"))
+    assert rounded < 0.85 * nearest
 
 
 @deep
@@ -238,20 +256,21 @@ def test_an_importance_matrix_that_is_computed_is_used_as_a_file_would_be(tmp_pa
 
 def test_an_importance_matrix_beside_gptq(tmp_path: Path) -> None:
     """It decides on types and on tensors without statistics; the rest is rounded by the Gram matrix."""
+    few = {"samples": 8, "length": 64}
     for name, imatrix in {"one": None, "both": "auto"}.items():
-        quantry.quantize("demo", tmp_path / name, preset="gguf-q4_k_m", rounder="gptq", imatrix=imatrix, **TEXT)
+        quantry.quantize("demo", tmp_path / name, preset="gguf-q4_k_m", rounder="gptq", imatrix=imatrix, **few)
     assert not (tmp_path / "one" / "imatrix.gguf").exists()
     one, both = (open_source(tmp_path / name) for name in ("one", "both"))
     assert torch.equal(one.read(f"{Q}.weight"), both.read(f"{Q}.weight"))
 
 
-def test_a_rounder_can_be_chosen(tmp_path: Path) -> None:
+def test_a_rounder_can_be_chosen(made: Callable[..., Path], tmp_path: Path) -> None:
     quantry.quantize("demo", tmp_path / "a", preset="w4a16", group=64, rounder="gptq", **TEXT)
-    quantry.quantize("demo", tmp_path / "b", preset="w4a16-gptq", group=64, **TEXT)
-    assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
+    preset = made(preset="w4a16-gptq", group=64)
+    assert (tmp_path / "a" / "model.safetensors").read_bytes() == (preset / "model.safetensors").read_bytes()
     quantry.quantize("demo", tmp_path / "c", preset="w4a16-gptq", group=64, rounder="nearest")
-    quantry.quantize("demo", tmp_path / "d", preset="w4a16", group=64)
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in "cd")
+    plain = made(preset="w4a16", group=64)
+    one, other = (load_file(folder / "model.safetensors") for folder in (tmp_path / "c", plain))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one), "nearest needs no text"
 
@@ -391,14 +410,15 @@ def test_plain_weights_are_copies() -> None:
     assert torch.equal(source.read(f"{Q}.weight"), wanted[f"{Q}.weight"])
 
 
-def test_16_bit_arithmetic_is_good_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the processor multiplies bfloat16 fast the model is run in it; what comes of it is as near the original."""
-    found = {}
-    for kind in (torch.float32, torch.bfloat16):
-        monkeypatch.setattr(calibrated, "arithmetic", lambda device, kind=kind: kind)
-        out = tmp_path / str(kind)
-        quantry.quantize("demo", out, preset="w4a16-gptq", group=64, **TEXT)
-        card = json.loads((out / "quantry.json").read_text())
-        assert card["recipe"]["calibration"]["arithmetic"] == str(kind).removeprefix("torch.")
-        found[kind] = divergence(out)
-    assert found[torch.bfloat16] == pytest.approx(found[torch.float32], rel=0.05)
+def test_16_bit_arithmetic_is_good_enough(
+    made: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the processor multiplies bfloat16 fast the model is run in it; the artefact is as near the original."""
+    folders = {"float32": made(preset="w4a16-gptq", group=64), "bfloat16": tmp_path / "out"}
+    monkeypatch.setattr(calibrated, "arithmetic", lambda device: torch.bfloat16)
+    quantry.quantize("demo", folders["bfloat16"], preset="w4a16-gptq", group=64, **TEXT)
+    for name, folder in folders.items():
+        card = json.loads((folder / "quantry.json").read_text())
+        assert card["recipe"]["calibration"]["arithmetic"] == name
+    found = {name: divergence(folder) for name, folder in folders.items()}
+    assert found["bfloat16"] == pytest.approx(found["float32"], rel=0.05)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from depth import cases
+from depth import DEEP, cases, sampled
 from linear_inputs import inputs_of
 from quantizing.block_jobs import LAYERS, BlockJob, far
 from quantry.blockwise.walk import Walk
@@ -222,12 +222,13 @@ def test_layers_that_are_not_calibrated_run_as_they_are_stored(llama: Path, tmp_
     assert far(kept(job, 3), hidden_states(job, 3, tmp_path / "oracle")) < 1e-5
 
 
+@sampled
 @pytest.mark.parametrize(("preset", "step"), [("w4a16-gptq", 7), ("w4a16-awq", 13)])
 def test_a_killed_job_makes_the_same_bytes(llama: Path, tmp_path: Path, preset: str, step: int) -> None:
     """Killed after some pieces, with one more made but not on the disk yet."""
     whole = BlockJob(llama, tmp_path / "whole", preset=preset, group=32)
     expected = whole.run()
-    for cut in range(0, len(whole.plan.pieces), step):
+    for cut in range(0, len(whole.plan.pieces), step if DEEP else 2 * step):
         out = tmp_path / f"{cut}"
         first = BlockJob(llama, out, preset=preset, group=32)
         first.killed_after(cut)
@@ -239,13 +240,33 @@ def test_a_killed_job_makes_the_same_bytes(llama: Path, tmp_path: Path, preset: 
             assert again.spy.entered == list(range(block, LAYERS)), cut  # made again from its first piece
 
 
+@pytest.fixture(scope="module")
+def finished(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[BlockJob, dict[str, bytes]]:
+    """An undisturbed job, and what it wrote."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrator, "arithmetic", lambda device: torch.float32)
+        job = BlockJob(llama, tmp_path_factory.mktemp("finished") / "out", **GPTQ)
+        return job, job.run()
+
+
+@pytest.fixture(scope="module")
+def killed(
+    llama: Path, finished: tuple[BlockJob, dict[str, bytes]], tmp_path_factory: pytest.TempPathFactory
+) -> BlockJob:
+    """The same job, killed in its last block."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrator, "arithmetic", lambda device: torch.float32)
+        job = BlockJob(llama, tmp_path_factory.mktemp("killed") / "out", **GPTQ)
+        job.killed_after(finished[0].first_pieces()[3] + 2)
+        return job
+
+
 @pytest.mark.parametrize("harm", ["none", "last", "both", "cut", "flip", "empty", "torn"])
-def test_hidden_states_that_are_gone_or_damaged(llama: Path, tmp_path: Path, harm: str) -> None:
-    whole = BlockJob(llama, tmp_path / "whole", **GPTQ)
-    expected = whole.run()
-    killed = BlockJob(llama, tmp_path / "out", **GPTQ)
-    killed.killed_after(whole.first_pieces()[3] + 2)
-    files = sorted(killed.partial.glob("hidden-*"))
+def test_hidden_states_that_are_gone_or_damaged(
+    llama: Path, tmp_path: Path, harm: str, finished: tuple[BlockJob, dict[str, bytes]], killed: BlockJob
+) -> None:
+    whole, expected = finished
+    files = sorted(copytree(killed.partial, tmp_path / "out.partial").glob("hidden-*"))
     assert [file.name for file in files] == ["hidden-00002.partial", "hidden-00003.partial"]
     content = files[1].read_bytes()
     assert whole.kept_bytes == sum(file.stat().st_size - resumable_walk.HEADER for file in files)
@@ -262,8 +283,9 @@ def test_hidden_states_that_are_gone_or_damaged(llama: Path, tmp_path: Path, har
     assert again.walked == again.spy.entered == list(range(start, LAYERS))
 
 
-def test_a_job_that_cannot_keep_hidden_states_goes_on(llama: Path, tmp_path: Path) -> None:
-    expected = BlockJob(llama, tmp_path / "whole", **GPTQ).run()
+def test_a_job_that_cannot_keep_hidden_states_goes_on(
+    llama: Path, tmp_path: Path, finished: tuple[BlockJob, dict[str, bytes]]
+) -> None:
     first = BlockJob(llama, tmp_path / "out", **GPTQ)
     first.killed_after(0)
     for block in range(LAYERS):
@@ -273,7 +295,7 @@ def test_a_job_that_cannot_keep_hidden_states_goes_on(llama: Path, tmp_path: Pat
     assert not list(job.partial.glob("hidden-?????.partial"))
     for block in range(LAYERS):
         (first.partial / f"hidden-{block:05d}.new.partial").rmdir()
-    assert BlockJob(llama, tmp_path / "out", **GPTQ).run() == expected
+    assert BlockJob(llama, tmp_path / "out", **GPTQ).run() == finished[1]
 
 
 def test_a_walk_can_begin_at_any_block(llama: Path) -> None:
@@ -312,7 +334,7 @@ def test_replaced_tensors_are_those_that_run(llama: Path, tmp_path: Path) -> Non
 
 def test_a_distilled_job_takes_the_tensors_that_were_trained(llama: Path, tmp_path: Path, store: Path) -> None:
     """On what the 16-bit blocks give, without statistics, and with the gain in the notes."""
-    job = BlockJob(llama, tmp_path / "out", preset="w8a8-zeroquant", sequential=False)
+    job = BlockJob(llama, tmp_path / "out", preset="w8a8-zeroquant", sequential=False, samples=6)
     job.run()
     assert job.walked == list(range(LAYERS))
     assert job.spy.stats == {}
@@ -331,7 +353,7 @@ def test_a_distilled_job_takes_the_tensors_that_were_trained(llama: Path, tmp_pa
 
 
 def test_a_distilled_job_gives_heads_without_statistics(llama: Path, tmp_path: Path) -> None:
-    job = BlockJob(llama, tmp_path / "out", preset="w8a8-zeroquant", sequential=False, kv="fp8")
+    job = BlockJob(llama, tmp_path / "out", preset="w8a8-zeroquant", sequential=False, kv="fp8", samples=2)
     job.run()
     for block in Walk(PlainWeights(open_checkpoint(llama), llama), batch=1).blocks(job.windows):
         heads, wanted = job.spy.heads[block.index], collect(block).heads
