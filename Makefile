@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export HF_HUB_DISABLE_TELEMETRY := 1
+unexport PYTHONDONTWRITEBYTECODE  # every process of a test would compile the package again
 
 FIND_BROWSER := for name in chromium chromium-browser google-chrome google-chrome-stable; do command -v $$name && exit; done; false
 AS_ROOT := $(if $(filter 0,$(shell id -u)),,sudo -n)

@@ -23,8 +23,32 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one process per core: more threads wo
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.cpu_count = lambda: 1  # of llama.cpp, whose threads wait for each other in a loop
 
+os.environ.setdefault("GUIDELLM__MAX_WORKER_PROCESSES", "1")  # enough for our loads; each takes seconds to start
+FIRST = (  # they wait for servers and other processes, so that a run should not end with them
+    "test_docs.py",
+    "test_tune.py",
+    "test_bench.py",
+    "test_run.py",
+    "test_sweep.py",
+    "test_served.py",
+    "test_calibrated_resume.py",
+)
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background job; subprocesses would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Moves the tests of the files FIRST to the front; the others stay in their order."""
+    items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Statistics, references and logs of the tests, apart from the user's; all workers of a run share them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUANTRY_CACHE", str(shared(tmp_path_factory, "cache", lambda folder: None)))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,22 @@ def quantized_demo(factory: pytest.TempPathFactory, preset: str, **options: Any)
     return shared(factory, f"demo-{name}", make) / "artefact"
 
 
+AUTO_TEXT: dict[str, Any] = {"samples": 16, "length": 128}
+AUTO_FORMATS = ("gguf", "compressed-tensors")
+
+
+def measured_demo(factory: pytest.TempPathFactory) -> Path:
+    """A cache folder with what preset auto measures of the demo's layers on AUTO_TEXT, for each format."""
+
+    def measure(folder: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("QUANTRY_CACHE", str(folder))
+            for name in AUTO_FORMATS:
+                quantry.sensitivity("demo", format=name, transform="awq", **AUTO_TEXT)
+
+    return shared(factory, "measured demo", measure)
+
+
 def gguf_in(folder: Path) -> Path:
     """The GGUF file of an artefact."""
     return next(folder.glob("*.gguf"))

@@ -3,6 +3,7 @@
 import pkgutil
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 import quantry
 from command import command
+from demo_artefacts import measured_demo
 from quantry.serving.process import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -23,13 +25,16 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^quantry .+$", README, re.MULTILINE)
 
 
-def test_readme_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readme_commands_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """In the order of the page, in an empty folder: later ones use what earlier ones wrote, or what they serve.
 
     Those that go on serving are processes; the others run here, which spares the seconds of imports.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("QUANTRY_CACHE", str(tmp_path / "cache"))  # one calibration for all
+    cache = shutil.copytree(measured_demo(tmp_path_factory), tmp_path / "cache")  # measuring again would take long
+    monkeypatch.setenv("QUANTRY_CACHE", str(cache))
     port = str(free_port("127.0.0.1"))
     with ExitStack() as serving:
         for line in COMMANDS:

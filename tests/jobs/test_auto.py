@@ -2,9 +2,8 @@
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 
 import quantry
 from command import command
+from demo_artefacts import AUTO_FORMATS, AUTO_TEXT, measured_demo
 from depth import FAMILIES, cases, rounds, sampled
 from divergences import divergence, logits, windows
 from quantry.errors import QuantryError, RecipeError
@@ -33,33 +33,27 @@ from quantry.quantizing.shards import Container, file_bytes
 from quantry.quantizing.targets import target_of
 from quantry.quantizing.tensor_plan import FusedLayers, Piece
 from quantry.types import Artefact, Checkpoint
-from shared import shared
+from shared import recorded
 from tiny_models import ARCHITECTURES, write_model
 
-TEXT: dict[str, Any] = {"samples": 8, "length": 256}
-FORMATS = ("gguf", "compressed-tensors")
+TEXT, FORMATS = AUTO_TEXT, AUTO_FORMATS
 DEMO = local_folder("demo")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Artefact]:
-    """A mixture of the demo; layers are measured once in a run for each format."""
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Artefact]]:
+    """A mixture of the demo; layers are measured once in a run for each format, and each mixture is made once."""
 
-    def measure(folder: Path) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("QUANTRY_CACHE", str(folder))
-            for form in FORMATS:
-                quantry.sensitivity("demo", format=form, transform="awq", **TEXT)
-
-    patch = pytest.MonkeyPatch()
-    patch.setenv("QUANTRY_CACHE", str(shared(tmp_path_factory, "measured demo", measure)))
-
-    @cache
     def make(budget: str, form: str) -> Artefact:
-        out = tmp_path_factory.mktemp("auto") / "out"
-        return quantry.quantize("demo", out, preset="auto", budget=budget, format=form, **TEXT)
+        def quantized(folder: Path) -> Artefact:
+            return quantry.quantize("demo", folder / "out", preset="auto", budget=budget, format=form, **TEXT)
 
-    return make
+        artefact: Artefact = recorded(tmp_path_factory, f"auto-{budget}-{form}", quantized)
+        return artefact
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUANTRY_CACHE", str(measured_demo(tmp_path_factory)))
+        yield make
 
 
 def written(artefact: Artefact) -> int:
@@ -270,14 +264,13 @@ def _bytes(folder: Path, name: str) -> bytes:
     return checkpoint.read(tensor.file, tensor.start, tensor.nbytes)
 
 
+@pytest.mark.usefixtures("made")
 def test_only_what_the_engine_loads_there_is_chosen(tmp_path: Path) -> None:
     """vLLM has no kernel for 8-bit groups on a CPU, and one on GPUs."""
     found = {}
     for gpu in ("cpu", "H100"):
         out = tmp_path / gpu
-        quantry.quantize(
-            "demo", out, preset="auto", budget="8bpw", gpu=gpu, format="compressed-tensors", samples=8, length=256
-        )
+        quantry.quantize("demo", out, preset="auto", budget="8bpw", gpu=gpu, format="compressed-tensors", **TEXT)
         recipe = from_card(json.loads((out / "quantry.json").read_text()))
         found[gpu] = {rule.preset.scheme.weight.bits for rule in recipe.rules if rule.preset}
     assert 8 in found["H100"]

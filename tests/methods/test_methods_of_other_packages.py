@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from killed_jobs import contents
+from command import Completed, command
 from quantry.models.reader import demo_folder
+from shared import recorded
 
 STOCHASTIC = '''
 """Rounds up or down with a chance in proportion to the distance."""
@@ -121,6 +122,21 @@ bytes = other_package.bytes_format
 broken = other_package.nowhere
 """
 
+TESTS = Path(__file__).parents[1]
+COMMANDS = {
+    "quantize": "quantize demo --recipe recipe.toml -o out --no-report",
+    "convert": "convert out --to bf16 -o back",
+    "help": "quantize --help",
+    "another grid": "quantize demo --preset fp8-dynamic --rounder stochastic -o fp8",
+    "broken": "quantize demo --preset w4a16 --format broken -o never",
+}
+SCRIPT = """
+import json, sys
+from command import command
+done = {name: command(*words.split()) for name, words in json.loads(sys.argv[1]).items()}
+print(json.dumps({name: (one.returncode, one.stdout, one.stderr) for name, one in done.items()}))
+"""
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -138,22 +154,30 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def quantry(site: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """The command line in a process that sees the other package."""
-    path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "quantry", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path})
+@pytest.fixture(scope="module")
+def done(site: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Completed]]:
+    """Commands in a folder of their own and a process that sees the other package."""
+
+    def make(folder: Path) -> tuple[Path, dict[str, Completed]]:
+        recipe = 'preset = "w4a16"\ngroup = 64\nfit = "half"\nrounder = "stochastic"\nformat = "bytes"\n'
+        (folder / "recipe.toml").write_text(recipe)
+        path = os.pathsep.join([str(site), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+        words = [sys.executable, "-c", SCRIPT, json.dumps(COMMANDS)]
+        env = {**os.environ, "PYTHONPATH": path}
+        told = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, env=env, cwd=folder).stdout
+        return folder, {name: Completed("", *answer) for name, answer in json.loads(told).items()}
+
+    found: tuple[Path, dict[str, Completed]] = recorded(tmp_path_factory, "commands with another package", make)
+    return found
 
 
-def test_all_of_it_from_the_command_line(site: Path, tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text('preset = "w4a16"\ngroup = 64\nfit = "half"\nrounder = "stochastic"\nformat = "bytes"\n')
-    done = quantry(site, "quantize", "demo", "--recipe", recipe, "-o", tmp_path / "out", "--no-report")
-    assert done.returncode == 0, done.stderr
-    recorded = json.loads((tmp_path / "out" / "quantry.json").read_text())["recipe"]
-    assert (recorded["preset"]["rounder"], recorded["preset"]["fit"]) == ("stochastic", "half")
-    assert recorded["format"] == "bytes"
-    stored = load_file(tmp_path / "out" / "model.safetensors")
+def test_all_of_it_from_the_command_line(done: tuple[Path, dict[str, Completed]]) -> None:
+    folder, answers = done
+    assert answers["quantize"].returncode == 0, answers["quantize"].stderr
+    recipe = json.loads((folder / "out" / "quantry.json").read_text())["recipe"]
+    assert (recipe["preset"]["rounder"], recipe["preset"]["fit"]) == ("stochastic", "half")
+    assert recipe["format"] == "bytes"
+    stored = load_file(folder / "out" / "model.safetensors")
     name = "model.layers.0.self_attn.q_proj"
     codes, steps = stored[f"{name}.codes"].float(), stored[f"{name}.steps"].repeat_interleave(64, dim=1)
     weight = load_file(demo_folder() / "model.safetensors")[f"{name}.weight"].float()
@@ -161,34 +185,28 @@ def test_all_of_it_from_the_command_line(site: Path, tmp_path: Path) -> None:
     error = (codes * steps - weight) / steps
     assert 0.5 < float(error[inside].abs().max()) <= 1.0 + 1e-3  # more than nearest would, never more than a step
     assert float((codes.abs() >= 7).float().mean()) > 0.05  # half of the range is clipped
-    back = quantry(site, "convert", tmp_path / "out", "--to", "bf16", "-o", tmp_path / "back")
-    assert back.returncode == 0, back.stderr
-    read = load_file(tmp_path / "back" / "model.safetensors")[f"{name}.weight"]
+    assert answers["convert"].returncode == 0, answers["convert"].stderr
+    read = load_file(folder / "back" / "model.safetensors")[f"{name}.weight"]
     assert torch.equal(read, (codes * steps).bfloat16())
 
 
-def test_the_rounder_is_listed_and_its_grids_are_kept_to(site: Path, tmp_path: Path) -> None:
-    shown = quantry(site, "quantize", "--help")
-    assert "stochastic" in shown.stdout
-    done = quantry(
-        site, "quantize", "demo", "--preset", "fp8-dynamic", "--rounder", "stochastic", "-o", tmp_path / "out"
-    )
-    assert done.returncode == 2
-    assert "stochastic cannot round onto the e4m3 of fp8-dynamic" in done.stderr
-    assert not (tmp_path / "out").exists()
+def test_the_rounder_is_listed_and_its_grids_are_kept_to(done: tuple[Path, dict[str, Completed]]) -> None:
+    folder, answers = done
+    assert "stochastic" in answers["help"].stdout
+    assert answers["another grid"].returncode == 2
+    assert "stochastic cannot round onto the e4m3 of fp8-dynamic" in answers["another grid"].stderr
+    assert not (folder / "fp8").exists()
 
 
 def test_without_the_package_its_names_are_unknown(tmp_path: Path) -> None:
-    words = ("quantize", "demo", "--preset", "w4a16", "--rounder", "stochastic", "-o", tmp_path / "out")
-    done = quantry(tmp_path, *words)
-    assert done.returncode == 2
-    assert "unknown rounder 'stochastic'" in done.stderr
+    told = command("quantize", "demo", "--preset", "w4a16", "--rounder", "stochastic", "-o", tmp_path / "out")
+    assert told.returncode == 2
+    assert "unknown rounder 'stochastic'" in told.stderr
 
 
-def test_a_package_that_cannot_be_imported_is_named(site: Path, tmp_path: Path) -> None:
-    words = ("quantize", "demo", "--preset", "w4a16", "--format", "broken", "-o", tmp_path / "out")
-    done = quantry(site, *words)
-    assert done.returncode == 2
-    assert "other_package.nowhere" in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert contents(tmp_path) == {}
+def test_a_package_that_cannot_be_imported_is_named(done: tuple[Path, dict[str, Completed]]) -> None:
+    folder, answers = done
+    assert answers["broken"].returncode == 2
+    assert "other_package.nowhere" in answers["broken"].stderr
+    assert answers["broken"].stderr.count("\n") == 1
+    assert sorted(path.name for path in folder.iterdir()) == ["back", "out", "recipe.toml"]
