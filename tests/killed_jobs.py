@@ -1,5 +1,10 @@
-"""Jobs that are killed at random moments and taken up again must write what an undisturbed one writes."""
+"""Jobs that are killed at random moments and taken up again must write what an undisturbed one writes.
 
+They are processes that fork from one which has imported PRELOAD: those imports take seconds. So the functions that they
+run are here and not in the tests, whose own imports they would have to make.
+"""
+
+import multiprocessing
 import os
 import random
 import signal
@@ -7,6 +12,43 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import quantry
+
+PRELOAD = [
+    "gguf",
+    "quantry.jobs.quantize",
+    "quantry.jobs.sweep.sweep",
+    "quantry.proof.verify",
+    "quantry.quantizing.calibration.calibrator",
+    "quantry.report.drawing",
+    "safetensors.torch",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+]
+
+
+def started(job: Callable[..., None], *args: Any) -> Any:
+    """Starts a job of this module in a process."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    child = context.Process(target=job, args=args)
+    child.start()
+    return child
+
+
+def quantize(model: Path, out: Path, cache: Path, options: dict[str, Any]) -> None:
+    """A job of quantize with a cache folder of its own."""
+    os.environ["QUANTRY_CACHE"] = str(cache)
+    quantry.quantize(model, out, **options)
+
+
+def sweep(out: Path, cache: Path, options: dict[str, Any]) -> None:
+    """A sweep of the demo with a cache folder of its own."""
+    os.environ["QUANTRY_CACHE"] = str(cache)
+    quantry.sweep("demo", out, **options)
 
 
 def kill_and_resume(

@@ -1,6 +1,7 @@
 """Engines' files: commands and their reasons, what is refused, boot logs, metrics. Real parsers are in tests/engines."""
 
 import json
+import os
 import random
 import re
 import shlex
@@ -231,15 +232,24 @@ def test_ollama_has_a_modelfile_and_makes_the_model_once_it_answers() -> None:
 
 
 def test_a_shown_command_runs_as_it_is(tmp_path: Path) -> None:
-    """Files, steps, environment, the server and what comes after: a shell does all of it, in order."""
+    """Files, steps, environment, the server and what comes after: a shell does all of it, in order.
+
+    Its `sleep` is one that returns at once.
+    """
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "sleep").write_text("#!/bin/sh\n")
+    (tmp_path / "bin" / "sleep").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     command = Command(
-        argv=("sh", "-c", "echo server $NAME; cat 'a file' >> log; sleep 6; cat made"),
+        argv=("sh", "-c", "echo server $NAME; cat 'a file' >> log; until [ -s made ]; do :; done; cat made"),
         env={"NAME": "it's"},
         files={"a file": "one 'line'\ntwo $HOME\n"},
         steps=(Step(("sh", "-c", "echo first > log"), "before"), Step(("false",), "elsewhere", WORKER)),
     )
     after = replace(command, after=(Step(("sh", "-c", "echo $NAME > made"), "later"),))
-    done = subprocess.run(after.shown(), cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        after.shown(), cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
     assert done.stdout == "server it's\nit's\n"
     assert (tmp_path / "log").read_text() == "first\none 'line'\ntwo $HOME\n"
     plain = replace(command, argv=("sh", "-c", "echo server $NAME"))

@@ -35,6 +35,7 @@ from quantry.numerics.device import arithmetic
 from quantry.quantizing.calibration.fisher import fisher
 from quantry.quantizing.calibration.text import load
 from quantry.quantizing.slices import matrix
+from shared import recorded, shared
 from tiny_models import write_model
 
 GRIDS = ("Q2_K", "Q4_0", "Q6_K")
@@ -45,13 +46,16 @@ SMALL: dict[str, Any] = {"samples": 4, "length": 64}
 @pytest.fixture(autouse=True, scope="module")
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("QUANTRY_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("QUANTRY_CACHE", str(shared(tmp_path_factory, "sensitivity-cache", lambda folder: None)))
         yield
 
 
 @pytest.fixture(scope="module")
-def demo(_cache: None) -> Sensitivity:
-    return sensitivity("demo", grids=GRIDS, **TEXT)
+def demo(_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Sensitivity:
+    found: Sensitivity = recorded(
+        tmp_path_factory, "sensitivity of the demo", lambda _: sensitivity("demo", grids=GRIDS, **TEXT)
+    )
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -307,15 +311,17 @@ def test_an_expert_counts_by_its_tokens(mixture: Path, tmp_path: Path, monkeypat
             assert one == other
 
 
+@sampled
 def test_some_rows_stand_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The damage of a sample, multiplied, is within a few per cent of that of the whole layer."""
     _forget(monkeypatch, tmp_path)
     monkeypatch.setattr(damage, "ROWS", 64)
     monkeypatch.setattr("quantry.jobs.auto.sensitivity.ROWS", 64)
-    some = sensitivity("demo", grids=GRIDS[:1], **TEXT)
+    text: dict[str, Any] = TEXT if DEEP else {"samples": 8, "length": 64}
+    some = sensitivity("demo", grids=GRIDS[:1], **text)
     monkeypatch.setattr(damage, "ROWS", 1 << 30)
     monkeypatch.setattr("quantry.jobs.auto.sensitivity.ROWS", 1 << 30)
-    whole = sensitivity("demo", grids=GRIDS[:1], **TEXT)
+    whole = sensitivity("demo", grids=GRIDS[:1], **text)
     ratios = [
         one.damage / other.damage
         for layer, all_rows in zip(some.layers, whole.layers, strict=True)

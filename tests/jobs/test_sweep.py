@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import killed_jobs
 from command import command
 from demo_artefacts import gguf_in, quantized_demo
 from depth import deep
@@ -213,18 +213,11 @@ def test_what_is_there_is_taken(again: Path, peer: Path, finished: tuple[Path, S
     assert progress == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
-def run_sweep(out: Path, peer: Path, cache: str) -> None:
-    os.environ["QUANTRY_CACHE"] = cache
-    TEXT["text"] = Path(cache) / "held-out.txt"
-    sweep("demo", out, presets=PRESETS, peers=[peer], **TEXT, **CALIBRATION)
-
-
 def test_kill_9_and_go_on(finished: tuple[Path, Sweep], peer: Path, tmp_path: Path) -> None:
     """Killed while the third artefact is written: the first two stay, and the end is that of an undisturbed sweep."""
     out = tmp_path / "out"
-    context = multiprocessing.get_context("forkserver")
-    child = context.Process(target=run_sweep, args=(out, peer, os.environ["QUANTRY_CACHE"]))
-    child.start()
+    options = {"presets": PRESETS, "peers": [peer], **TEXT, **CALIBRATION}
+    child = killed_jobs.started(killed_jobs.sweep, out, os.environ["QUANTRY_CACHE"], options)
     while child.is_alive() and not (out / f"{NAMES[2]}.partial").exists():
         time.sleep(0.001)
     child.kill()

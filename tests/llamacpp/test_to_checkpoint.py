@@ -274,7 +274,7 @@ def test_transformers_reads_the_tokenizer(architecture: str, tmp_path: Path) -> 
     assert after.chat_template == before.chat_template
 
 
-@pytest.mark.parametrize("name", own_table()["tokenizer"]["same"])
+@pytest.mark.parametrize("name", cases(own_table()["tokenizer"]["same"], ["llama-bpe", "qwen2"]))
 def test_pre_tokenizers_that_llama_cpp_takes_for_one(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

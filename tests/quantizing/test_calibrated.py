@@ -256,7 +256,7 @@ def test_an_importance_matrix_that_is_computed_is_used_as_a_file_would_be(tmp_pa
 
 def test_an_importance_matrix_beside_gptq(tmp_path: Path) -> None:
     """It decides on types and on tensors without statistics; the rest is rounded by the Gram matrix."""
-    few = {"samples": 8, "length": 64}
+    few: dict[str, Any] = {"samples": 8, "length": 64}
     for name, imatrix in {"one": None, "both": "auto"}.items():
         quantry.quantize("demo", tmp_path / name, preset="gguf-q4_k_m", rounder="gptq", imatrix=imatrix, **few)
     assert not (tmp_path / "one" / "imatrix.gguf").exists()

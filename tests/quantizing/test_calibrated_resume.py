@@ -1,17 +1,13 @@
 """Calibrated jobs that are killed: what the next run finishes is byte for byte what an undisturbed one writes."""
 
 import json
-import multiprocessing
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import quantry
 from depth import DEEP, cases
-from killed_jobs import kill_and_resume
+from killed_jobs import kill_and_resume, quantize, started
 from tiny_models import write_model
 
 MOE = "Qwen3MoeForCausalLM"
@@ -25,26 +21,17 @@ KILLED: dict[str, dict[str, Any]] = {
 }
 
 
-def job(source: Path, out: Path, cache_folder: str, how: dict[str, Any]) -> None:
-    os.environ["QUANTRY_CACHE"] = cache_folder
-    torch.set_num_threads(1)
-    quantry.quantize(source, out, shard_bytes=30_000, **how, **TEXT)
-
-
 @pytest.mark.parametrize("name", cases(KILLED, ["w4a16-awq+gptq", "sequential gguf"]))
 def test_kill_9_at_random_moments(name: str, tmp_path: Path) -> None:
     """A job without a store of statistics, so that each run walks anew; what it noted of experts survives too."""
     source = tmp_path / "model"
     source.mkdir()
     write_model(source, MOE, num_hidden_layers=3, num_experts=8)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["quantry.jobs.quantize", "quantry.quantizing.calibration.calibrator"])
     (tmp_path / "no store").write_text("in the way")
 
     def start(out: Path) -> Any:
-        child = context.Process(target=job, args=(source, out, str(tmp_path / "no store"), KILLED[name]))
-        child.start()
-        return child
+        options = {"shard_bytes": 30_000, **KILLED[name], **TEXT}
+        return started(quantize, source, out, tmp_path / "no store", options)
 
     expected, killed = kill_and_resume(start, tmp_path, name, rounds=4 if DEEP else 2, shares=(0.02, 0.9))
     words = "Distillation lowered" if name == "zeroquant" else "have fewer than 256 tokens"

@@ -146,12 +146,20 @@ def decoded(job: BlockJob) -> Tensor:
     return torch.cat([tensor.float().flatten() for _, tensor in sorted(job.spy.tensors.items())])
 
 
+@pytest.fixture(scope="module")
+def light(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> BlockJob:
+    """A sequential job in the low-memory mode."""
+    job = BlockJob(llama, tmp_path_factory.mktemp("light") / "out", low_memory=True, **GPTQ)
+    job.run()
+    assert job.notes == ()
+    return job
+
+
 @pytest.mark.parametrize("where", ["collect", "replace", "advance", "half way", "prepare"])
-def test_a_sequential_job_goes_on_too(where: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequential_job_goes_on_too(
+    where: str, light: BlockJob, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the third block; whatever is kept is used, and what it makes then is what the low-memory mode makes."""
-    light = BlockJob(llama, tmp_path / "light", low_memory=True, **GPTQ)
-    light.run()
-    assert light.notes == ()
     job = BlockJob(llama, tmp_path / "out", **GPTQ)
     if where == "collect":
         monkeypatch.setattr(store_module, "collect", Short(collect, 3))

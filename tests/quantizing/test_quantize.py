@@ -1,7 +1,6 @@
 """The loop: every preset writes what it announced, accounts for every tensor, resumes byte for byte, refuses clearly."""
 
 import json
-import multiprocessing
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import quantry
 from command import command as run
 from depth import cases
-from killed_jobs import contents, kill_and_resume
+from killed_jobs import contents, kill_and_resume, quantize, started
 from quantizing.written_llama import CONFIG, decoded, llama_shapes, write_model
 from quantry import registry
 from quantry.errors import QuantryError
@@ -168,11 +167,6 @@ def test_plan_file(llama: Path, tmp_path: Path) -> None:
     assert (artefact.preset, artefact.format) == ("w4a16", "gptq")
 
 
-def job(model: Path, out: Path, preset: str, form: str) -> None:
-    torch.set_num_threads(1)
-    quantry.quantize(model, out, preset=preset, format=form, shard_bytes=400_000)
-
-
 KILLED = [
     ("w4a16", "compressed-tensors"),
     ("fp8-dynamic", "compressed-tensors"),
@@ -184,13 +178,10 @@ KILLED = [
 @pytest.mark.parametrize(("preset", "form"), cases(KILLED, KILLED[:1]))
 def test_kill_9_at_random_moments(tmp_path: Path, preset: str, form: str) -> None:
     """Three moments for each of four presets, when a random share of the bytes is on the disk; then the job is resumed."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["quantry.jobs.quantize"])
+    options = {"preset": preset, "format": form, "shard_bytes": 400_000}
 
     def start(out: Path) -> Any:
-        child = context.Process(target=job, args=(demo_folder(), out, preset, form))
-        child.start()
-        return child
+        return started(quantize, demo_folder(), out, tmp_path / "cache", options)
 
     expected, killed = kill_and_resume(start, tmp_path, preset, rounds=3, shares=(0, 0.98))
     assert sum(name.endswith(".safetensors") for name in expected) > 3
