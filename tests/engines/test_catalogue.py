@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 
 from quantry.devices.catalogue import parse
-from quantry.engines.contract.catalogue import Engine, engine, engines, ranked, usual, verifying
+from quantry.engines.contract.catalogue import Engine, engine_facts, engines, ranked, usual, verifying
 from quantry.engines.contract.options import Serving
 from quantry.jobs.load.switches import NAMES
 from quantry.planning.memory.terms import cache_type, terms
@@ -18,7 +18,7 @@ def test_facts_agree_with_each_other(known: Engine) -> None:
     assert set(known.usual_for) <= set(known.formats)
     assert set(known.plan.formats) <= set(known.formats)
     assert known.own_format is None or known.own_format.name in known.formats
-    assert known.like is None or engine(known.like).memory
+    assert known.like is None or engine_facts(known.like).memory
     assert all(hasattr(Serving, name) for name in known.lacks)
     assert set(known.switches) <= set(NAMES)
     assert bool(known.kv_cache.tuned) == ("kv" in known.switches)

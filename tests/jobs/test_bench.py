@@ -19,7 +19,7 @@ import quantry
 from command import command
 from demo_artefacts import gguf_in, quantized_demo
 from quantry.cli.bench import picture
-from quantry.engines.contract.catalogue import engine
+from quantry.engines.contract.catalogue import engine_facts
 from quantry.errors import QuantryError
 from quantry.jobs.load import bench as load
 from quantry.jobs.load import endpoint, guidellm_process
@@ -358,7 +358,7 @@ def test_a_server_without_a_page_is_measured_without() -> None:
 
 
 def test_the_embedded_engine_has_the_names_that_are_read(session: Session) -> None:
-    told = engine("llama.cpp").metrics
+    told = engine_facts("llama.cpp").metrics
     assert told is not None
     assert told.prefix_hit_rate is not None
     assert set(told.prefix_hit_rate.under) <= set(parse(session.metrics))

@@ -25,7 +25,7 @@ import pytest
 from command import command
 from depth import deep
 from quantry import devices
-from quantry.engines.contract.catalogue import engine
+from quantry.engines.contract.catalogue import engine_facts
 from quantry.errors import OutputError, QuantryError
 from quantry.jobs.output_folder import OutputFolder
 from quantry.jobs.run import server as serving
@@ -349,7 +349,7 @@ def test_a_port_in_use_is_refused_first_and_the_usual_one_is_not_insisted_on(tmp
             run("demo", tmp_path / "out", **{**QUICK, "port": port})
         decided = plan_run("demo", tmp_path / "out", RunOptions(**{**QUICK, "port": None}))
         with pytest.MonkeyPatch.context() as patch:
-            facts = engine("llama.cpp")
+            facts = engine_facts("llama.cpp")
             patch.setattr(serving, "engine", lambda _: replace(facts, server=replace(facts.server, port=port)))
             assert serving.port_of(decided) not in (0, port)
     assert not (tmp_path / "out").exists()

@@ -17,7 +17,7 @@ import pytest
 
 from quantry import registry
 from quantry.devices import Device
-from quantry.engines.contract.catalogue import engine, flags, removed
+from quantry.engines.contract.catalogue import engine_facts, flags, removed
 from quantry.planning.conditions import agrees
 from quantry.planning.deployment import Deployment
 from quantry.planning.facts import device_facts, layer_facts
@@ -177,7 +177,7 @@ def our_kernels(case: Mapping[str, Any]) -> set[str]:
     model = a_model(case["rows"], case["columns"], case["name"], case["dtype"].upper())
     (facts,) = layer_facts(model, recipe_of(scheme_of(case), "compressed-tensors"), case["devices"])
     facts = facts | device_facts(a_device(case["capability"]), case["devices"], (), ())
-    vllm = engine("vllm")
+    vllm = engine_facts("vllm")
     return {
         str(row.name)
         for row in vllm.kernels

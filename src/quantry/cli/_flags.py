@@ -5,7 +5,8 @@ help is shown: `quantry --help` stays instant, and a plug-in of another package 
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,7 +64,7 @@ class ListingCommand(TyperCommand):
 
 def filled(text: str | None) -> str:
     """Puts the names that may be given in place of `{rounders}`, `{gates}`, ... in a help text."""
-    return re.sub(r"\{(\w+)\}", lambda word: spelled(NAMES[word[1]]()), text or "")
+    return re.sub(r"\{(\w+)\}", lambda word: spelled(_names(word[1])), text or "")
 
 
 def spelled(names: Iterable[str]) -> str:
@@ -72,57 +73,26 @@ def spelled(names: Iterable[str]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def _engines() -> Iterable[str]:
-    from quantry.engines.contract.catalogue import engines
-
-    return engines()
-
-
-def _verifying() -> Iterable[str]:
-    """Returns the engines that `quantry verify` can measure in."""
-    from quantry.engines.contract.catalogue import verifying
-
-    return verifying()
-
-
-def _folder_formats() -> Iterable[str]:
-    """Returns the formats that `quantry convert` writes; GGUF files are written from 16 bit only."""
-    return (name for name in registry.choices("quantry.formats") if name != "gguf")
-
-
-def _kv_caches() -> Iterable[str]:
-    from quantry.quantizing.recipe import KV
-
-    return KV
-
-
-def _gates() -> Iterable[str]:
-    from quantry.proof.gate import uses
-
-    return uses()
-
-
-def _uses() -> Iterable[str]:
-    from quantry.planning.rules import uses
-
-    return uses()
-
-
-def _matrices() -> Iterable[str]:
-    from quantry.planning.matrices import MAKERS
-
-    return MAKERS
-
-
-NAMES: dict[str, Callable[[], Iterable[str]]] = {
-    "engines": _engines,
-    "verifying": _verifying,
-    "formats": lambda: registry.choices("quantry.formats"),
-    "folder_formats": _folder_formats,
-    "rounders": lambda: registry.choices("quantry.methods.rounders"),
-    "transforms": lambda: registry.choices("quantry.methods.transforms"),
-    "kv_caches": _kv_caches,
-    "gates": _gates,
-    "uses": _uses,
-    "matrices": _matrices,
+PLUGINS = {
+    "formats": "quantry.formats",
+    "rounders": "quantry.methods.rounders",
+    "transforms": "quantry.methods.transforms",
 }
+MEMBERS = {  # a collection of names, or a function that returns one
+    "engines": "quantry.engines.contract.catalogue.engines",
+    "verifying": "quantry.engines.contract.catalogue.verifying",
+    "kv_caches": "quantry.quantizing.recipe.KV",
+    "gates": "quantry.proof.gate.uses",
+    "uses": "quantry.planning.rules.uses",
+    "matrices": "quantry.planning.matrices.MAKERS",
+}
+
+
+def _names(word: str) -> Iterable[str]:
+    if word == "folder_formats":  # GGUF files are written from 16 bit only
+        return (name for name in registry.choices("quantry.formats") if name != "gguf")
+    if word in PLUGINS:
+        return registry.choices(PLUGINS[word])
+    module, _, member = MEMBERS[word].rpartition(".")
+    names = getattr(import_module(module), member)
+    return names() if callable(names) else names  # type: ignore[no-any-return]

@@ -1,24 +1,37 @@
-"""Results on standard output: JSON for programs, tables for people."""
+"""Results on standard output: JSON for programs, tables for people. Progress is shown on standard error."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import typer
+
+from quantry.types import Progress
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from rich.console import RenderableType
+    from rich.progress import ProgressColumn
+    from rich.table import Table
 
     from quantry.types import Artefact
 
 WIDE = 140  # characters of a table in a file or a pipe
 
 
+def print_result(result: Any, picture: "Callable[[Any], Iterable[RenderableType]]", json: bool) -> None:
+    """Prints the dictionary of a result as JSON, or the tables and lines that `picture` makes of it."""
+    if json:
+        print_json(result.to_dict())
+    else:
+        show(picture(result))
+
+
 def print_json(data: Any) -> None:
     from json import dumps
 
-    typer.echo(dumps(data, indent=2))
+    typer.echo(dumps(data, indent=2, default=str))
 
 
 def show(items: "Iterable[RenderableType]") -> None:
@@ -30,6 +43,23 @@ def show(items: "Iterable[RenderableType]") -> None:
         console = Console(highlight=False, width=max(WIDE, console.width))
     for item in items:
         console.print(item)
+
+
+def table(
+    headings: Iterable[str],
+    right: Collection[str] = (),
+    *,
+    padding: tuple[int, ...] = (0, 1),
+    title: str | None = None,
+    **column: Any,
+) -> "Table":
+    """Returns an empty table without lines; the headings in `right` are of columns with figures."""
+    from rich.table import Table
+
+    empty = Table(box=None, padding=padding, header_style="dim", title=title, title_justify="left")
+    for heading in headings:
+        empty.add_column(heading, justify="right" if heading in right else "left", **column)
+    return empty
 
 
 def announce(artefact: "Artefact") -> None:
@@ -58,3 +88,35 @@ def finish(artefact: "Artefact", dry_run: bool, json: bool, page: "Path | None" 
         typer.echo(f"wrote {artefact.path}")
         if page:
             typer.echo(f"report: {page}")
+
+
+# Both bars yield a function to report with, or None if `quiet` or if standard error is no terminal.
+
+
+def bar(quiet: bool = False) -> AbstractContextManager[Progress | None]:
+    """Shows bytes done of bytes in all, with the speed and the time left."""
+    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    return _shown(quiet, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+
+
+def steps(quiet: bool = False) -> AbstractContextManager[Progress | None]:
+    """Shows how many of how many steps are done, with the time they took."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
+
+    return _shown(quiet, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+
+
+@contextmanager
+def _shown(quiet: bool, *columns: "ProgressColumn") -> Iterator[Progress | None]:
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+    from rich.progress import TextColumn
+
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield None
+        return
+    with Bar(*columns, TextColumn("{task.description}"), console=console, transient=True) as shown:
+        task = shown.add_task("")
+        yield lambda done, total, label: shown.update(task, completed=done, total=total, description=label)

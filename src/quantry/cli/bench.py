@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from quantry.cli._flags import AnswerTokens, Chat, Dataset, GuidellmPython, Json, PromptTokens, Tokenizer
+from quantry.cli._output import print_result, steps, table
 from quantry.engines.contract.options import API_KEY
 
 if TYPE_CHECKING:
@@ -47,8 +48,6 @@ def command(
     json: Json = False,
 ) -> None:
     """Measure a server under load; exit code 1 if it does not keep a limit given with --slo."""
-    from quantry.cli._output import print_json, show
-    from quantry.cli._progress import steps
     from quantry.jobs.load.bench import bench
     from quantry.jobs.load.slo import parse_limits
 
@@ -60,10 +59,7 @@ def command(
             dataset=dataset, tokenizer=tokenizer, chat=chat, api_key=api_key, output=output,
             guidellm_python=guidellm_python, timeout=timeout, seed=seed, progress=progress,
         )  # fmt: skip
-    if json:
-        print_json(result.to_dict())
-    else:
-        show(picture(result))
+    print_result(result, picture, json)
     if result.verdict == "fail":
         raise typer.Exit(1)
 
@@ -108,17 +104,13 @@ def picture(result: "Bench") -> list["RenderableType"]:
 
 
 def _table(result: "Bench") -> "RenderableType":
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("", no_wrap=True)
     engine = any(level.engine for level in result.levels)
     headings = ["answered", "errors", "req/s", "tok/s", "TTFT p50", "p95", "p99 ms", "token p50", "p95", "p99 ms"]
-    for heading in (*headings, *(("prefix", "accept", "KV") if engine else ())):
-        table.add_column(heading, justify="right", no_wrap=True)
+    right = (*headings, *(("prefix", "accept", "KV") if engine else ()))
+    levels = table(("", *right), right, padding=(0, 1, 0, 0), no_wrap=True)
     for level in result.levels:
-        table.add_row(level.name, *_cells(level), *(_engine(level) if engine else ()))
-    return table
+        levels.add_row(level.name, *_cells(level), *(_engine(level) if engine else ()))
+    return levels
 
 
 def _cells(level: "Level") -> list[str]:

@@ -5,15 +5,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quantry.engines.contract.options import API_KEY
+
 if TYPE_CHECKING:
     from quantry.serving.client import Server
 
-KEY = "QUANTRY_API_KEY"
 NEW = "/new"
 
 Url = Annotated[str, typer.Argument(help="The server's address.")]
 Model = Annotated[str | None, typer.Option(help="The model to ask; the first that the server lists if left out.")]
-ApiKey = Annotated[str | None, typer.Option(envvar=KEY, help="The server's key; better in the environment.")]
+ApiKey = Annotated[str | None, typer.Option(envvar=API_KEY, help="The server's key; better in the environment.")]
 System = Annotated[str | None, typer.Option(help="The system prompt.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Tokens of an answer at most.")]
 Temperature = Annotated[

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantry.cli import _flags as flags
+from quantry.cli._output import print_result, steps, table
+from quantry.report.sizes import human
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -25,30 +27,21 @@ def command(
     json: flags.Json = False,
 ) -> None:
     """Compare two artefacts: how far their predictions are apart, their sizes, and which tensors differ most."""
-    from quantry.cli._output import print_json, show
-    from quantry.cli._progress import steps
     from quantry.proof.diff import diff
 
     with steps(quiet=json) as progress:
         difference = diff(a, b, text=text, windows=windows, length=length, device=device, progress=progress)
-    if json:
-        print_json(difference.to_dict())
-    else:
-        show(picture(difference))
+    print_result(difference, picture, json)
 
 
 def picture(difference: "Difference") -> list["RenderableType"]:
     """Draws both models side by side, how far apart they are, and the tensors that differ most."""
-    from rich.table import Table
-
     low, high = difference.intervals["kl"]
     speech = (
         f"KL of B from A: mean {difference.kl:.3g} ({low:.3g} to {high:.3g}), median {difference.kl_median:.3g}, "
         f"99th percentile {difference.kl_p99:.3g}; same likeliest token {difference.top1:.1%}"
     )
-    tensors = Table(box=None, padding=(0, 1), header_style="dim")
-    tensors.add_column("tensors that differ most")
-    tensors.add_column("relative difference", justify="right")
+    tensors = table(("tensors that differ most", "relative difference"), ("relative difference",))
     for row in difference.tensors:
         tensors.add_row(row["name"], f"{row['error']:.4f}")
     same = "all weights are the same"
@@ -56,14 +49,8 @@ def picture(difference: "Difference") -> list["RenderableType"]:
 
 
 def _sides(difference: "Difference") -> "RenderableType":
-    from rich.table import Table
-
-    from quantry.report.sizes import human
-
     a, b = difference.a, difference.b
-    sides = Table(box=None, padding=(0, 1), header_style="dim")
-    for heading in ("", "A", "B"):
-        sides.add_column(heading, overflow="fold")
+    sides = table(("", "A", "B"), overflow="fold")
     sides.add_row("model", a["source"], b["source"])
     sides.add_row("stored as", a["stored"], b["stored"])
     sides.add_row("size", human(a["bytes"]), human(b["bytes"]))

@@ -1,10 +1,12 @@
 """`quantry hardware`: what this machine is, or what a description of one means."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quantry.cli import _flags as flags
+from quantry.cli._output import print_result, table
+from quantry.report.sizes import human
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -19,14 +21,9 @@ Gpu = Annotated[str | None, typer.Option("--gpu", help='Describe another machine
 
 def command(gpu: Gpu = None, json: flags.Json = False) -> None:
     """Show the devices, memory and bandwidth of this machine, or of the one that --gpu describes."""
-    from quantry.cli._output import print_json, show
     from quantry.devices import hardware
 
-    machine = hardware(gpu)
-    if json:
-        print_json(machine.to_dict())
-    else:
-        show(picture(machine))
+    print_result(hardware(gpu), picture, json)
 
 
 def picture(machine: "Hardware") -> list["RenderableType"]:
@@ -39,22 +36,17 @@ def picture(machine: "Hardware") -> list["RenderableType"]:
     facts.add_column()
     for name, value in _facts(machine):
         facts.add_row(name, Text(value))
-    devices = Table(box=None, padding=(0, 1), header_style="dim")
     rows = [_row(device, count) for device, count in machine.groups()]
-    for heading in rows[0]:
-        if any(row[heading] for row in rows):
-            justify: Literal["left", "right"] = "left" if heading == "device" else "right"
-            devices.add_column(heading, justify=justify)
+    headings = [heading for heading in rows[0] if any(row[heading] for row in rows)]
+    devices = table(headings, headings[1:])
     for row in rows:
-        devices.add_row(*(Text(row[str(column.header)] or "-") for column in devices.columns))
+        devices.add_row(*(Text(row[heading] or "-") for heading in headings))
     above: list[RenderableType] = [facts, ""] if facts.row_count else []
     details = [Text(line, style) for device, _ in machine.groups() for line, style in _details(device)]
     return [*above, devices, "", *details, *(Text(note, "yellow") for note in machine.notes)]
 
 
 def _facts(machine: "Hardware") -> list[tuple[str, str]]:
-    from quantry.report.sizes import human
-
     if machine.cores is None:  # described, not detected
         return []
     size = human(machine.host_memory or 0)
@@ -71,8 +63,6 @@ def _facts(machine: "Hardware") -> list[tuple[str, str]]:
 
 def _row(device: "Device", count: int) -> dict[str, str]:
     """Returns the cells of a device by column; a column that is empty for all devices is not shown."""
-    from quantry.report.sizes import human
-
     return {
         "device": f"{count} x {device.name}" if count > 1 else device.name,
         "memory": human(device.memory),

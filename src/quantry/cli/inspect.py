@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantry.cli import _flags as flags
+from quantry.cli._output import print_result, table
+from quantry.report.sizes import human
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -19,32 +21,22 @@ Model = Annotated[str, typer.Argument(help="A folder, a .gguf file, a hub id (ow
 
 def command(model: Model, json: flags.Json = False) -> None:
     """Show what a model is made of, from its headers alone."""
-    from quantry.cli._output import print_json, show
     from quantry.models.anatomy import inspect
 
-    anatomy = inspect(model)
-    if json:
-        print_json(anatomy.to_dict())
-    else:
-        show(picture(anatomy))
+    print_result(inspect(model), picture, json)
 
 
 def picture(anatomy: "Anatomy") -> list["RenderableType"]:
     """Draws the facts of a model and a table of its parts, the largest first."""
     from rich.table import Table
 
-    from quantry.report.sizes import human
-
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
     facts.add_column()
     for name, value in _facts(anatomy):
         facts.add_row(name, value)
-
-    parts = Table(box=None, padding=(0, 1), header_style="dim")
-    parts.add_column("part")
-    for heading in ("tensors", "parameters", "bytes"):
-        parts.add_column(heading, justify="right")
+    figures = ("tensors", "parameters", "bytes")
+    parts = table(("part", *figures), figures)
     parts.add_column("share", min_width=BAR, no_wrap=True)
     parts.add_column("stored as")
     largest = max((part.bytes for part in anatomy.parts), default=1) or 1
@@ -56,8 +48,6 @@ def picture(anatomy: "Anatomy") -> list["RenderableType"]:
 
 
 def _facts(anatomy: "Anatomy") -> list[tuple[str, str]]:
-    from quantry.report.sizes import human
-
     quantized = anatomy.quantization
     group = f", groups of {quantized.group_size}" if quantized and quantized.group_size else ""
     return [
@@ -76,8 +66,6 @@ def _facts(anatomy: "Anatomy") -> list[tuple[str, str]]:
 
 
 def _kv_line(layers: "KVLayers") -> str:
-    from quantry.report.sizes import human
-
     line = f"{layers.layers} {layers.kind} layers: {layers.bytes_per_token:,} bytes a token"
     if layers.window:
         line += f", at most {layers.window:,} tokens"

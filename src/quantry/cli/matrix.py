@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantry.cli import _flags as flags
+from quantry.cli import _output as output
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -17,26 +18,21 @@ Name = Annotated[str, typer.Argument(help="{matrices}.")]
 
 def command(name: Name, json: flags.Json = False) -> None:
     """Show what runs and fits where, and what each method costs; a star marks where the handbook differs."""
-    from quantry.cli._output import print_json, show
     from quantry.planning.matrices import matrix
 
     tables = matrix(name)
     if json:
-        print_json([table.to_dict() for table in tables])
+        output.print_json([table.to_dict() for table in tables])
     else:
         for table in tables:
-            show(picture(table))
+            output.show(picture(table))
 
 
 def picture(matrix: "Matrix") -> list["RenderableType"]:
     """Draws a table, and below it the reasons where it differs from the handbook."""
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=matrix.title, box=None, padding=(0, 1), header_style="dim", title_justify="left")
-    table.add_column("")
-    for column in matrix.columns:
-        table.add_column(column)
+    table = output.table(("", *matrix.columns), title=matrix.title)
     reasons: dict[str, list[str]] = {}
     for label, cells in matrix.rows.items():
         table.add_row(label, *(Text(f"{cell.ours} *" if cell.why else cell.ours) for cell in cells))

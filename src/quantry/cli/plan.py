@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantry.cli import _flags as flags
+from quantry.cli._output import show, table
+from quantry.report.sizes import human
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -47,7 +49,6 @@ def command(
     """Say which preset, format, engine and flags suit a model, a machine and a use, and why."""
     from json import dumps
 
-    from quantry.cli._output import show
     from quantry.planning.plan import plan
 
     best = plan(model, gpu=gpu, use=use, context=context, concurrency=concurrency, engine=engine, budget=budget)
@@ -122,8 +123,6 @@ def _bar(option: "Option") -> list["Text"]:
     """Draws the memory of each part as its share of what all devices may hold."""
     from rich.text import Text
 
-    from quantry.report.sizes import human
-
     memory, line, words = option.memory, Text("  "), Text("  ")
     whole = max(memory["limit"] * option.layout["devices"] + memory["host"], memory["total"])
     for name, style in PARTS:
@@ -143,21 +142,15 @@ def _commands(option: "Option") -> list["Text"]:
 
 
 def _table(options: "tuple[Option, ...]") -> "RenderableType":
-    from rich.table import Table
-
-    from quantry.report.sizes import human
-
-    table = Table(box=None, padding=(0, 1), header_style="dim")
     right = ("devices", "at once", "memory", "tokens/s")
-    for heading in ("preset", "engine", "KV", "quality", *right):  # as many as 80 letters hold
-        table.add_column(heading, justify="right" if heading in right else "left", no_wrap=True)
+    rows = table(("preset", "engine", "KV", "quality", *right), right, no_wrap=True)  # as many as 80 letters hold
     for option in options:
-        table.add_row(
+        rows.add_row(
             option.preset, option.engine, option.kv_cache_type, option.quality, _devices(option),
             str(option.layout["concurrency"]), human(option.memory["total"]),
             f"{option.speed['decode_tokens_per_s']:,.0f}",
         )  # fmt: skip
-    return table
+    return rows
 
 
 def _devices(option: "Option") -> str:
@@ -169,8 +162,6 @@ def _devices(option: "Option") -> str:
 def _nothing(plan: "Plan") -> list["RenderableType"]:
     """Says that nothing fits, what would fit with a change, and why the nearest options were refused."""
     from rich.text import Text
-
-    from quantry.report.sizes import human
 
     lines: list[RenderableType] = [Text("Nothing fits.", "bold red")]
     for near in plan.nearest:

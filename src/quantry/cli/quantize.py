@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantry.cli import _flags as flags
+from quantry.cli._output import announce, bar, finish, write_report
 
 if TYPE_CHECKING:
     from quantry.types import Artefact
@@ -71,8 +72,6 @@ def command(
     """Write a quantized checkpoint that engines load unmodified."""
     from dataclasses import replace
 
-    from quantry.cli._output import announce, finish, write_report
-    from quantry.cli._progress import bar
     from quantry.jobs.quantize import quantize
 
     announced: list[str] = []  # notes that were printed before the work began

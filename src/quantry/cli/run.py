@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantry.cli import _flags as flags
+from quantry.cli._output import bar, print_json, steps
+from quantry.report.sizes import human
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from rich.console import RenderableType
 
     from quantry.jobs.run.result import Run, RunStep
-    from quantry.types import Progress
 
 INTERRUPTED = 130
 
@@ -70,8 +69,9 @@ def command(
             done = run(
                 model, output, use=use, budget=budget, gpu=gpu, engine=engine, engine_python=engine_python,
                 context=context, port=port, text=text, windows=windows, question=QUESTION if ask is None else ask,
-                device=device, serve=serve, tell=None if json else _tell, confirm=_confirm if asks else None,
-                showing=lambda name: _showing(name, quiet=json),
+                device=device, serve=serve, tell=None if json else _tell,
+                confirm=(lambda words: typer.confirm(words, default=True, err=True)) if asks else None,
+                showing=lambda name: bar(json) if name == "quantize" else steps(json),
             )  # fmt: skip
             with done:
                 _report(done, json=json)
@@ -96,16 +96,6 @@ def _wait(done: "Run") -> int:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def _confirm(words: str) -> bool:
-    return typer.confirm(words, default=True, err=True)
-
-
-def _showing(name: str, quiet: bool) -> "AbstractContextManager[Progress | None]":
-    from quantry.cli._progress import bar, steps
-
-    return bar(quiet) if name == "quantize" else steps(quiet)
-
-
 def _tell(step: "RunStep") -> None:
     """Prints a step as soon as it is done: its result, and the file that holds it."""
     took = "taken over" if step.taken_over else f"{step.seconds:.1f} s"
@@ -117,8 +107,6 @@ def _tell(step: "RunStep") -> None:
 
 def _report(done: "Run", json: bool) -> None:
     if json:
-        from quantry.cli._output import print_json
-
         print_json(done.to_dict())
     else:
         from rich.console import Console
@@ -157,14 +145,13 @@ def picture(done: "Run") -> list["RenderableType"]:
 
 
 def _rows(done: "Run") -> dict[str, str]:
-    from quantry.report.sizes import human
-
     proof, speed = done.proof, done.speed
+    served = "" if proof["served_kl"] is None else f", {proof['served_kl']:.4f} as served"
     rows = {
         "model": f"{done.model} as {done.preset} ({done.format}) in {done.engine}",
         "size": f"{done.source_bytes:,} -> {done.bytes:,} bytes ({done.bytes / done.source_bytes:.0%}), "
         f"{done.bits_per_weight:.2f} bits a weight",
-        "lost": f"KL {proof['kl']:.4f}{_as_served(done)}; same first token {proof['top1']:.1%}; perplexity "
+        "lost": f"KL {proof['kl']:.4f}{served}; same first token {proof['top1']:.1%}; perplexity "
         f"{proof['reference_perplexity']:.3f} -> {proof['perplexity']:.3f}",
     }
     if speed["tokens_per_s"]:
@@ -176,8 +163,3 @@ def _rows(done: "Run") -> dict[str, str]:
         parts = (f"{name.replace('_', ' ')} {human(measured[name])} ({human(predicted[name])})" for name in names)
         rows["memory"] = f"{', '.join(parts)}; predicted in brackets"
     return {**rows, "files": f"{done.artefact}: README.md is its card, quantry.json has recipe, hashes and proof"}
-
-
-def _as_served(done: "Run") -> str:
-    served = done.proof["served_kl"]
-    return "" if served is None else f", {served:.4f} as served"

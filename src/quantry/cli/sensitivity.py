@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantry.cli import _flags as flags
+from quantry.cli._output import print_result, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -34,7 +35,6 @@ def command(
     json: flags.Json = False,
 ) -> None:
     """Predict what each layer would lose in each type it can be stored in, the worst first."""
-    from quantry.cli._output import print_json, show
     from quantry.cli._progress import steps
     from quantry.jobs.auto.sensitivity import sensitivity
 
@@ -44,10 +44,7 @@ def command(
             transform=transform, grids=None if grids is None else [name.strip() for name in grids.split(",")],
             progress=progress,
         )  # fmt: skip
-    if json:
-        print_json(losses.to_dict())
-    else:
-        show(picture(losses))
+    print_result(losses, picture, json)
 
 
 def picture(losses: "Sensitivity") -> list["RenderableType"]:
@@ -65,42 +62,29 @@ def picture(losses: "Sensitivity") -> list["RenderableType"]:
 
 
 def _table(losses: "Sensitivity") -> "RenderableType":
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 1), header_style="dim")
-    for heading in ("layer", "as", "KL", "", "error", "outliers"):
-        table.add_column(heading, justify="right" if heading in ("KL", "error", "outliers") else "left", no_wrap=True)
+    rows = table(("layer", "as", "KL", "", "error", "outliers"), ("KL", "error", "outliers"), no_wrap=True)
     ranked = losses.ranked()
     largest = max((losses.compared(layer).damage for layer in ranked), default=0.0)
     for layer in ranked[:SHOWN]:
         stored = losses.compared(layer)
         outliers = "" if layer.outliers is None else f"{layer.outliers:.1f} x"
-        table.add_row(
-            layer.name,
-            stored.name,
-            f"{stored.damage:.2e}",
-            _bar(stored.damage, largest),
-            f"{stored.error:.1%}",
-            outliers,
-        )
-    return table
+        figures = f"{stored.damage:.2e}", _bar(stored.damage, largest), f"{stored.error:.1%}"
+        rows.add_row(layer.name, stored.name, *figures, outliers)
+    return rows
 
 
 def _blocks(losses: "Sensitivity") -> list["RenderableType"]:
     """Draws the damage of each block if all its layers were stored in the type that ranks them."""
-    from rich.table import Table
 
     sums: dict[int, float] = {}
     for layer in losses.layers:
         if layer.block is not None:
             sums[layer.block] = sums.get(layer.block, 0.0) + losses.compared(layer).damage
-    table = Table(box=None, padding=(0, 1), header_style="dim")
-    for heading in ("block", "KL", ""):
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    rows = table(("block", "KL", ""), ("block", "KL"), no_wrap=True)
     largest = max(sums.values(), default=0.0)
     for block, damage in sorted(sums.items()):
-        table.add_row(str(block), f"{damage:.2e}", _bar(damage, largest))
-    return [table]
+        rows.add_row(str(block), f"{damage:.2e}", _bar(damage, largest))
+    return [rows]
 
 
 def _bar(value: float, largest: float) -> str:

@@ -1,6 +1,7 @@
 """`quantry serve`: starts the engine that suits a model, with the flags of its version, and stays until it ends."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,6 +9,7 @@ import typer
 
 from quantry.cli._flags import Json
 from quantry.cli._options import takes
+from quantry.cli._output import print_json, table
 from quantry.engines.contract.options import API_KEY, Options
 
 if TYPE_CHECKING:
@@ -36,8 +38,10 @@ def command(
     prepared = prepare(model, Options(**options))
     if explain and not json:
         _explain(prepared)
-    if dry_run or (explain and json):
-        typer.echo(_json(prepared.to_dict()) if json else _shown(prepared))
+    if json and (dry_run or explain):
+        print_json(prepared.to_dict())
+    elif dry_run:
+        typer.echo(_shown(prepared))
     elif not explain:
         _run(prepared, log, patience, quiet=quiet, json=json)
 
@@ -51,8 +55,12 @@ def _run(prepared: "ServerPlan", log: Path | None, patience: float, *, quiet: bo
             for where, why, words in prepared.elsewhere:
                 typer.echo(f"on {where}: {words}  # {why}", err=True)
             stream = None if quiet else sys.stderr
-            with start(prepared.launch, log=log, stream=stream, patience=patience, tell=_tell) as running:
-                typer.echo(_json(_facts(prepared, running)) if json else _ready(prepared, running))
+            tell = partial(typer.echo, err=True)
+            with start(prepared.launch, log=log, stream=stream, patience=patience, tell=tell) as running:
+                if json:
+                    print_json(_facts(prepared, running))
+                else:
+                    typer.echo(_ready(prepared, running))
                 sys.stdout.flush()
                 code = running.wait()
     except KeyboardInterrupt:
@@ -62,10 +70,6 @@ def _run(prepared: "ServerPlan", log: Path | None, patience: float, *, quiet: bo
         raise running.death()
 
 
-def _tell(line: str) -> None:
-    typer.echo(line, err=True)
-
-
 def _facts(prepared: "ServerPlan", running: "Running") -> dict[str, Any]:
     from dataclasses import asdict
 
@@ -73,7 +77,7 @@ def _facts(prepared: "ServerPlan", running: "Running") -> dict[str, Any]:
 
 
 def _ready(prepared: "ServerPlan", running: "Running") -> str:
-    """What a person needs once it serves."""
+    """Returns what a person needs once it serves."""
     from json import dumps
     from shlex import quote
 
@@ -99,29 +103,18 @@ def _shown(prepared: "ServerPlan") -> str:
 
 
 def _explain(prepared: "ServerPlan") -> None:
-    """Every flag with its reason, then the forms that older texts give."""
+    """Prints every flag with its reason, then the forms that older texts give."""
     from rich.console import Console
-    from rich.table import Table
 
     serving = prepared.serving
     console = Console(highlight=False)
     console.print(f"{serving.engine} {serving.version} on {serving.platform} for {prepared.model.format}", style="bold")
-    table = Table(box=None, padding=(0, 1), header_style="dim")
-    for heading in ("flag", "why"):
-        table.add_column(heading, overflow="fold")
+    flags = table(("flag", "why"), overflow="fold")
     for flag, why in prepared.reasons:
-        table.add_row(flag, why)
-    console.print(table)
+        flags.add_row(flag, why)
+    console.print(flags)
     if prepared.outdated:
-        older = Table(box=None, padding=(0, 1), header_style="dim", title="what older texts say", title_justify="left")
-        for heading in ("written there", "written now", "because"):
-            older.add_column(heading, overflow="fold")
+        older = table(("written there", "written now", "because"), title="what older texts say", overflow="fold")
         for row in prepared.outdated:
             older.add_row(row.old, row.new, f"{row.reason}{f' (since {row.since})' if row.since else ''}")
         console.print(older)
-
-
-def _json(data: dict[str, Any]) -> str:
-    from json import dumps
-
-    return dumps(data, indent=2, default=str)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantry.cli import _flags as flags
+from quantry.cli._output import print_result
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -48,7 +49,6 @@ def command(
     json: flags.Json = False,
 ) -> None:
     """Quantize a model with many presets, measure and compare them; exit code 1 if one cannot be made or measured."""
-    from quantry.cli._output import print_json, show
     from quantry.cli._progress import steps
     from quantry.jobs.sweep.sweep import sweep
 
@@ -59,10 +59,7 @@ def command(
             engine=engine, engine_python=engine_python, progress=progress,
             announce=None if json else lambda line: typer.echo(line, err=True),
         )  # fmt: skip
-    if json:
-        print_json(done.to_dict())
-    else:
-        show(picture(done))
+    print_result(done, picture, json)
     if not done.complete:
         raise typer.Exit(1)
 

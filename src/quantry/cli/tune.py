@@ -7,6 +7,7 @@ import typer
 
 from quantry.cli._flags import AnswerTokens, Chat, Dataset, GuidellmPython, Json, PromptTokens, Tokenizer
 from quantry.cli._options import takes
+from quantry.cli._output import print_result, steps
 from quantry.engines.contract.options import Options
 
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ def command(
     json: Json = False,
 ) -> None:
     """Measure what an engine's switches do for a load; exit code 1 if no setting keeps a limit given with --slo."""
-    from quantry.cli._output import print_json, show
-    from quantry.cli._progress import steps
+    from shlex import join
+
     from quantry.jobs.load.slo import parse_limits
     from quantry.jobs.load.tune import tune
     from quantry.serving.process import ended_by_signals
@@ -72,20 +73,15 @@ def command(
             switches=None if switches is None else switches.split(","), draft=draft, others=tuple(others or ()),
             output=output, guidellm_python=guidellm_python, progress=progress, **options,
         )  # fmt: skip
-    if json:
-        print_json(tuned.to_dict())
-    else:
-        show(picture(tuned))
-        if tuned.command:
-            from shlex import join
-
-            typer.echo(join(tuned.command))  # as one line, to be copied
+    print_result(tuned, picture, json)
+    if tuned.command and not json:
+        typer.echo(join(tuned.command))  # as one line, to be copied
     if tuned.chosen is None:
         raise typer.Exit(1)
 
 
 def picture(tuned: "Tuned") -> list["RenderableType"]:
-    """The table of settings, what speaks against some, and what is recommended."""
+    """Draws the table of settings, what speaks against some, and what is recommended."""
     from rich.text import Text
 
     load = tuned.load

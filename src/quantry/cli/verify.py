@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantry.cli import _flags as flags
+from quantry.cli._output import print_result, table, write_report
 from quantry.storage import ARTEFACT_FILE
 
 if TYPE_CHECKING:
@@ -53,7 +54,6 @@ def command(
     json: flags.Json = False,
 ) -> None:
     """Measure what was lost, on the written bytes and in the engine; exit code 1 if the gate fails."""
-    from quantry.cli._output import print_json, show, write_report
     from quantry.cli._progress import steps
     from quantry.proof.verify import verify
 
@@ -66,24 +66,19 @@ def command(
     path = Path(artefact).expanduser()
     folder = path if path.is_dir() else path.parent
     page = write_report(folder) if report and (folder / ARTEFACT_FILE).is_file() else None
-    if json:
-        print_json(proof.to_dict())
-    else:
-        show(picture(proof))
-        if page:
-            typer.echo(f"report: {page}")
+    print_result(proof, picture, json)
+    if page and not json:
+        typer.echo(f"report: {page}")
     if not proof.passed:
         raise typer.Exit(1)
 
 
 def picture(proof: "Proof") -> list["RenderableType"]:
     """Draws a proof: figures, failed checks, verdict."""
-    from rich.table import Table
     from rich.text import Text
 
-    figures = Table(box=None, padding=(0, 1), header_style="dim")
-    for heading in _columns(proof):
-        figures.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    right = ["decoded", "95 % interval", *([f"in {proof.served['engine']}"] if proof.served else [])]
+    figures = table(("", *right), right, no_wrap=True)
     for name, words in ROWS.items():
         figures.add_row(words, *_cells(proof, name))
     measured = (
@@ -111,11 +106,6 @@ ROWS = {
     "top1": "same first token",
     "perplexity": "perplexity",
 }
-
-
-def _columns(proof: "Proof") -> list[str]:
-    served = [f"in {proof.served['engine']}"] if proof.served else []
-    return ["", "decoded", "95 % interval", *served]
 
 
 def _cells(proof: "Proof", name: str) -> list[str]:

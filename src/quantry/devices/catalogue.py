@@ -6,17 +6,17 @@ with the same name. Without a size the first row is taken, and `Hardware.notes` 
 """
 
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import cache
-from importlib.resources import files
+from functools import cache, partial
 from typing import Any
 
 from quantry.devices import Device, Hardware, Link
 from quantry.errors import QuantryError, UnknownNameError
+from quantry.storage import read_data
 
+_data = partial(read_data, "quantry.devices", "catalogue.toml")
 GIB = 1024**3
 MOST = 1024  # devices in one description
 MAKERS = r"\b(nvidia|geforce|tesla|quadro|amd|instinct|radeon|apple|gpu|graphics|tensor core|generation|edition)\b"
@@ -173,11 +173,6 @@ def _index() -> dict[str, list[CatalogueRow]]:
 @cache
 def _rows() -> tuple[CatalogueRow, ...]:
     return tuple(row for settings in _data()["device"] for row in _sizes(settings))
-
-
-@cache
-def _data() -> dict[str, list[dict[str, Any]]]:
-    return tomllib.loads(files("quantry.devices").joinpath("catalogue.toml").read_text(encoding="utf-8"))
 
 
 def _sizes(settings: Mapping[str, Any]) -> list[CatalogueRow]:

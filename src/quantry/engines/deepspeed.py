@@ -3,15 +3,7 @@
 from collections.abc import Iterable
 
 from quantry.engines.contract.boot_log import Facts
-from quantry.engines.contract.command import (
-    Command,
-    Setting,
-    check,
-    explained,
-    maybe,
-    several,
-    started_by,
-)
+from quantry.engines.contract.command import Command, Setting, check, explained, maybe, several, started_by
 from quantry.engines.contract.options import Serving
 
 

@@ -3,16 +3,7 @@
 from collections.abc import Iterable
 
 from quantry.engines.contract.boot_log import Facts, last, size, until
-from quantry.engines.contract.command import (
-    Command,
-    Setting,
-    check,
-    explained,
-    maybe,
-    refuse,
-    started_by,
-    switch,
-)
+from quantry.engines.contract.command import Command, Setting, check, explained, maybe, refuse, started_by, switch
 from quantry.engines.contract.options import LOOKUP, Serving
 
 ALL_LAYERS = 999

@@ -6,16 +6,7 @@ from pathlib import Path
 
 from quantry.engines import llama_cpp
 from quantry.engines.contract.boot_log import Facts, last
-from quantry.engines.contract.command import (
-    Command,
-    Setting,
-    Step,
-    check,
-    checked,
-    environment,
-    explained,
-    maybe,
-)
+from quantry.engines.contract.command import Command, Setting, Step, check, checked, environment, explained, maybe
 from quantry.engines.contract.options import Serving
 from quantry.errors import RecipeError
 

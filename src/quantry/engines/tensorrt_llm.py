@@ -4,17 +4,7 @@ from collections.abc import Iterable
 
 from quantry.engines.contract.boot_log import Facts, last, size
 from quantry.engines.contract.catalogue import version_key
-from quantry.engines.contract.command import (
-    Command,
-    Setting,
-    Step,
-    check,
-    checked,
-    explained,
-    maybe,
-    several,
-    switch,
-)
+from quantry.engines.contract.command import Command, Setting, Step, check, checked, explained, maybe, several, switch
 from quantry.engines.contract.options import LOOKUP, Serving
 from quantry.errors import RecipeError
 

@@ -4,16 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from quantry.engines.contract.boot_log import Facts, last
-from quantry.engines.contract.command import (
-    THREADS,
-    Command,
-    Setting,
-    check,
-    explained,
-    maybe,
-    started_by,
-    switch,
-)
+from quantry.engines.contract.command import THREADS, Command, Setting, check, explained, maybe, started_by, switch
 from quantry.engines.contract.options import Serving
 
 

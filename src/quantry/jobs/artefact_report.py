@@ -14,8 +14,7 @@ from quantry.devices import Device
 from quantry.devices.catalogue import parse
 from quantry.devices.detect import detect
 from quantry.engines.contract.adapter import adapter
-from quantry.engines.contract.catalogue import engine as engine_facts
-from quantry.engines.contract.catalogue import usual, verifying
+from quantry.engines.contract.catalogue import engine_facts, usual, verifying
 from quantry.engines.contract.options import Serving
 from quantry.errors import QuantryError
 from quantry.jobs.artefact_card import ArtefactCard, figure, finite, mapping, mappings, notes_of, read_card

@@ -8,8 +8,7 @@ cache where the plain one does not fit. Layers stay on the host (llama.cpp) only
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from quantry.engines.contract.catalogue import engine as engine_facts
-from quantry.engines.contract.catalogue import ranked
+from quantry.engines.contract.catalogue import engine_facts, ranked
 from quantry.errors import QuantryError
 from quantry.models.gguf import block_sizes
 from quantry.planning.deployment import Deployment, Settings

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantry.engines.contract.adapter import adapter
-from quantry.engines.contract.catalogue import engine
+from quantry.engines.contract.catalogue import engine_facts
 from quantry.engines.contract.options import Serving
 from quantry.quantizing.recipe import CAST, Preset, presets
 
@@ -48,7 +48,7 @@ def commands(artefact: PlannedArtefact, serving: Serving, gate: str = "general")
     verify = ["quantry", "verify", artefact.folder, "--reference", artefact.model, "--gate", gate]
     return {
         "quantize": _quantize(artefact),
-        "verify": [*verify, "--engine", serving.engine] if engine(serving.engine).verify else verify,
+        "verify": [*verify, "--engine", serving.engine] if engine_facts(serving.engine).verify else verify,
         "serve": adapter(serving.engine).command(_planned_options(serving)).shown(),
     }
 
@@ -66,7 +66,7 @@ def _quantize(artefact: PlannedArtefact) -> list[str]:
 
 def _planned_options(serving: Serving) -> Serving:
     """Drops the options that a plan does not set for this engine."""
-    facts = engine(serving.engine).plan
+    facts = engine_facts(serving.engine).plan
     options = facts.options
     return replace(
         serving,

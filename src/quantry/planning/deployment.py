@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from quantry.devices import Device
-from quantry.engines.contract.catalogue import engine as engine_facts
+from quantry.engines.contract.catalogue import engine_facts
 from quantry.errors import QuantryError
 from quantry.planning.memory.terms import EngineTerms, terms
 from quantry.quantizing.recipe import Recipe

@@ -6,20 +6,18 @@ by row; then every layer takes the first kernel that is for it and whose needs i
 nearest kernels lack; then cautions turn the verdict into a fallback.
 """
 
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from importlib.resources import files
 from typing import Literal
 
 from quantry.devices import Device
-from quantry.engines.contract.catalogue import Capability, Engine, known_version
-from quantry.engines.contract.catalogue import engine as engine_facts
+from quantry.engines.contract.catalogue import Capability, Engine, engine_facts, known_version
 from quantry.errors import QuantryError
 from quantry.planning.conditions import agrees, fill, holds, spell_need
 from quantry.planning.deployment import Deployment
 from quantry.planning.facts import Facts, device_facts, layer_facts
+from quantry.storage import read_data
 from quantry.types import Verdict
 
 SHOWN = 3  # kernels named when none fits
@@ -129,5 +127,5 @@ def _scheme_words(facts: Facts) -> str:
 @cache
 def every_refusal() -> tuple[Capability, ...]:
     """Returns the refusals that hold in every engine."""
-    text = files("quantry.planning").joinpath("every.toml").read_text(encoding="utf-8")
-    return tuple(Capability(**{**row, "date": str(row["date"])}) for row in tomllib.loads(text)["refusals"])
+    rows = read_data("quantry.planning", "every.toml")["refusals"]
+    return tuple(Capability(**{**row, "date": str(row["date"])}) for row in rows)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from quantry.devices.catalogue import parse
-from quantry.engines.contract.catalogue import engine as engine_facts
+from quantry.engines.contract.catalogue import engine_facts
 from quantry.errors import QuantryError
 from quantry.models.attention import context_length
 from quantry.planning.budget import LARGEST, Budget, DeviceBudget

@@ -4,18 +4,15 @@ Each cell has our computed answer and the handbook's; where the two differ it sa
 are in handbook.toml; answers come from feasibility, the memory and the speed model, and from `quantry plan` itself.
 """
 
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
-from importlib.resources import files
+from functools import cache, partial
 from typing import Any
 
 from quantry import registry
 from quantry.devices import Device, Hardware
 from quantry.devices.catalogue import catalogue, parse
-from quantry.engines.contract.catalogue import engine as engine_facts
-from quantry.engines.contract.catalogue import engines, ranked, usual
+from quantry.engines.contract.catalogue import engine_facts, engines, ranked, usual
 from quantry.errors import QuantryError, UnknownNameError
 from quantry.planning.candidates import scheme_name
 from quantry.planning.deployment import Deployment, Settings
@@ -29,8 +26,10 @@ from quantry.planning.request import machine_name
 from quantry.planning.rules import left_out, quality
 from quantry.planning.speed.throughput import speed
 from quantry.quantizing.recipe import Preset, Recipe, presets
+from quantry.storage import read_data
 from quantry.types import Checkpoint, Workload
 
+_data = partial(read_data, "quantry.planning", "handbook.toml")
 MODEL = "llama-3.1-8b"
 DEVICES = ("H100 SXM", "A100 80GB", "RTX 3090", "cpu", "M2 16GB")
 RANK = {"kernel": 2, "fallback": 1, "refusal": 0}
@@ -336,11 +335,6 @@ def _format(preset: Preset) -> Sequence[str]:
 @cache
 def _model() -> Checkpoint:
     return open_model(MODEL)
-
-
-@cache
-def _data() -> dict[str, Any]:
-    return tomllib.loads(files("quantry.planning").joinpath("handbook.toml").read_text(encoding="utf-8"))
 
 
 MAKERS: dict[str, Callable[[], tuple[Matrix, ...]]] = {

@@ -6,12 +6,10 @@ A shape is a config.json, or a row of models.toml found by a loosely written nam
 
 import json
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +18,7 @@ from quantry.models.files import LocalFiles, read_small
 from quantry.models.hub import HUB_ID
 from quantry.models.reader import DEMO, PICKLES, open_checkpoint
 from quantry.models.shapes import complete, tensors_of
+from quantry.storage import read_data
 from quantry.types import Checkpoint
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".gguf", *PICKLES)
@@ -166,7 +165,7 @@ def _names() -> dict[str, KnownModel]:
 
 @cache
 def _models() -> dict[str, KnownModel]:
-    table = tomllib.loads(files("quantry.planning").joinpath("models.toml").read_text(encoding="utf-8"))
+    table = read_data("quantry.planning", "models.toml")
     rows, sources = table["models"], table["sources"]
     return {name: _model(name, rows, sources) for name in rows}
 

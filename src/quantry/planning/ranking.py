@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log2
 
-from quantry.engines.contract.catalogue import engine as engine_facts
+from quantry.engines.contract.catalogue import engine_facts
 from quantry.errors import QuantryError
 from quantry.planning.candidates import Candidate, Refused
 from quantry.planning.facts import Facts

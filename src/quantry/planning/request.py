@@ -5,7 +5,7 @@ from functools import cached_property
 
 from quantry.devices import Device, Hardware
 from quantry.devices.catalogue import parse
-from quantry.engines.contract.catalogue import engine as engine_facts
+from quantry.engines.contract.catalogue import engine_facts
 from quantry.errors import QuantryError
 from quantry.models.attention import context_length, text_config
 from quantry.models.experts import expert_count

@@ -1,23 +1,22 @@
 """The decision table: reads rules.toml and applies it. The head of that file explains the rows."""
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import cache
-from importlib.resources import files
+from functools import cache, partial
 from typing import Any, Literal
 
 from quantry import registry
 from quantry.devices import Device
-from quantry.engines.contract.catalogue import Conditions
-from quantry.engines.contract.catalogue import engine as engine_facts
+from quantry.engines.contract.catalogue import Conditions, engine_facts
 from quantry.errors import UnknownNameError
 from quantry.planning.conditions import agrees
 from quantry.planning.facts import Facts
 from quantry.quantizing.recipe import Preset
+from quantry.storage import read_data
 
+_data = partial(read_data, "quantry.planning", "rules.toml")
 SMALL_BITS = 4  # schemes of so many bits and less depend on the size of the model
 
 
@@ -178,8 +177,3 @@ def _uses() -> dict[str, Use]:
 @cache
 def _rules() -> tuple[DecisionRule, ...]:
     return tuple(DecisionRule(**row) for row in _data()["rules"])
-
-
-@cache
-def _data() -> dict[str, Any]:
-    return tomllib.loads(files("quantry.planning").joinpath("rules.toml").read_text(encoding="utf-8"))

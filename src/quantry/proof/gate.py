@@ -4,23 +4,21 @@ The measured value itself decides. Where its confidence interval straddles the l
 stands, but more text could change it.
 """
 
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
-from importlib.resources import files
+from functools import partial
 from math import isfinite
 from typing import Any, Literal
 
 from quantry.errors import QuantryError, UnknownNameError
 from quantry.proof.interval import Interval
 from quantry.registry import suggest
+from quantry.storage import read_data
 
+_table = partial(read_data, "quantry.proof", "gates.toml")
 SERVED = "served."
 ENGINE = "served_gap"
-
-
 Number = float | Interval
 
 
@@ -82,11 +80,6 @@ def uses() -> dict[str, str]:
 def check_use(name: str) -> None:
     """Raises UnknownNameError if there is no gate of this name."""
     _use(name)
-
-
-@cache
-def _table() -> dict[str, Any]:
-    return tomllib.loads(files("quantry.proof").joinpath("gates.toml").read_text(encoding="utf-8"))
 
 
 def _use(name: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from quantry.devices import Hardware
-from quantry.engines.contract.catalogue import engine
+from quantry.engines.contract.catalogue import engine_facts
 from quantry.engines.contract.options import Serving
 from quantry.errors import QuantryError
 from quantry.planning.deployment import Deployment, Settings
@@ -45,7 +45,7 @@ def fitted(serving: Serving, model: ServedModel, hardware: Hardware) -> tuple[Se
 
 def _with_prompt_cache(serving: Serving, needed: Footprint | None, deployment: Deployment) -> Serving:
     """Limits the cache of finished prompts, which no plan counts, to half of the free memory."""
-    usual = engine(serving.engine).server.prompt_cache_mib
+    usual = engine_facts(serving.engine).server.prompt_cache_mib
     if needed is None or usual is None or deployment.device.kind == "gpu":
         return serving
     left = (room(deployment) - needed.per_device) // 2 >> 20
@@ -84,7 +84,7 @@ def _shorter(serving: Serving) -> Iterator[Serving]:
 def _nearest(wanted: Serving, model: ServedModel, hardware: Hardware) -> str:
     """What would fit: fewer sequences, a smaller cache, a shorter context, in this order; else a smaller model."""
     single = replace(wanted, parallel=1 if wanted.parallel else None)
-    half = engine(wanted.engine).kv_cache.half
+    half = engine_facts(wanted.engine).kv_cache.half
     smaller = [replace(serving, kv=half) for serving in (wanted, single)] if half and wanted.kv is None else []
     for candidate in (single, *smaller, *_shorter(wanted), *_shorter(single)):
         deployment = _deployment(candidate, model, hardware)

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from quantry.devices.detect import detect
 from quantry.engines.contract.adapter import adapter
-from quantry.engines.contract.catalogue import Engine, Outdated, engine
+from quantry.engines.contract.catalogue import Engine, Outdated, engine_facts
 from quantry.engines.contract.command import HERE, Command, check
 from quantry.engines.contract.options import Options, Serving
 from quantry.errors import QuantryError
@@ -87,7 +87,7 @@ def prepare(model: str | Path, options: Options | None = None) -> ServerPlan:
     chosen = options or Options()
     _check(chosen)
     opened = open_model(model)
-    facts = engine(select(opened, chosen.engine, chosen.engine_python))
+    facts = engine_facts(select(opened, chosen.engine, chosen.engine_python))
     hardware = detect(0)
     if chosen.image and facts.server.script:
         raise QuantryError(
@@ -119,7 +119,7 @@ def _check(options: Options) -> None:
 
 def _serving(options: Options, model: ServedModel, installed: Installed, port: int) -> Serving:
     """The options with everything decided that they leave open."""
-    facts = engine(installed.engine).server
+    facts = engine_facts(installed.engine).server
     threads = physical_cores() if installed.platform == "cpu" and facts.threads else None
     decided: dict[str, Any] = {
         "engine": installed.engine,
@@ -161,7 +161,7 @@ def _built(model: ServedModel) -> str | None:
 
 
 def _launch(options: Options, model: ServedModel, installed: Installed, serving: Serving, port: int) -> Launch:
-    facts = engine(serving.engine)
+    facts = engine_facts(serving.engine)
     embedded = bool(facts.installation.embedded) and options.engine_bin is None and not options.image
     command = adapter(serving.engine).command(serving)
     steps = tuple(step for step in command.steps if step.makes is None or not Path(step.makes).is_file())

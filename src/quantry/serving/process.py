@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import BinaryIO, Self, TextIO
 
 from quantry.engines.contract.adapter import adapter
@@ -174,9 +174,7 @@ class Running:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _poll(self) -> int | None:

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from quantry import registry
 from quantry.devices import Hardware
-from quantry.engines.contract.catalogue import OwnFormat, engines, known_version, latest, usual
-from quantry.engines.contract.catalogue import engine as engine_facts
+from quantry.engines.contract.catalogue import OwnFormat, engine_facts, engines, known_version, latest, usual
 from quantry.errors import ConfigError, ModelNotFoundError, QuantryError
 from quantry.models.already_quantized import quantization
 from quantry.models.attention import context_length

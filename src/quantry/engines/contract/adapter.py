@@ -5,7 +5,7 @@ from typing import Protocol, cast
 
 from quantry import registry
 from quantry.engines.contract.boot_log import Facts
-from quantry.engines.contract.catalogue import ROOM, engine
+from quantry.engines.contract.catalogue import ROOM, engine_facts
 from quantry.engines.contract.command import Command, Setting
 from quantry.engines.contract.options import Serving
 
@@ -28,4 +28,4 @@ class Adapter(Protocol):
 
 def adapter(name: str) -> Adapter:
     """Imports the file of an engine by the engine's own name, such as llama.cpp."""
-    return cast(Adapter, registry.load(ROOM, engine(name).plugin))
+    return cast(Adapter, registry.load(ROOM, engine_facts(name).plugin))

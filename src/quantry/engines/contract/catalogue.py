@@ -264,7 +264,7 @@ def ranked() -> list[Engine]:
     return sorted(_engines().values(), key=lambda engine: (engine.rank, engine.name))
 
 
-def engine(name: str) -> Engine:
+def engine_facts(name: str) -> Engine:
     """Returns the engine of a name; raises UnknownNameError with suggestions for an unknown one."""
     known = _engines()
     if name not in known:
@@ -285,7 +285,7 @@ def verifying() -> dict[str, VerifyFacts]:
 
 def latest(name: str) -> str:
     """The newest known release of an engine."""
-    return engine(name).latest
+    return engine_facts(name).latest
 
 
 def known_version(name: str, version: str | None) -> str:
@@ -293,7 +293,7 @@ def known_version(name: str, version: str | None) -> str:
 
     Raises UnknownNameError for a version before the oldest known one.
     """
-    known = engine(name)
+    known = engine_facts(name)
     if version is None:
         return known.latest
     oldest = known.releases[0].version
@@ -308,7 +308,7 @@ def known_version(name: str, version: str | None) -> str:
 def flags(name: str, version: str | None = None) -> dict[str, Flag]:
     """The flags that a version of an engine takes, by name; values of flags are under "--flag value"."""
     version = known_version(name, version)
-    return {flag.words: flag for flag in engine(name).flags if flag.holds_in(version)}
+    return {flag.words: flag for flag in engine_facts(name).flags if flag.holds_in(version)}
 
 
 def removed(name: str, version: str | None = None) -> dict[str, Flag]:
@@ -317,7 +317,7 @@ def removed(name: str, version: str | None = None) -> dict[str, Flag]:
     taken = flags(name, version)
     return {
         flag.words: flag
-        for flag in engine(name).flags
+        for flag in engine_facts(name).flags
         if not flag.holds_in(version) and flag.words not in taken
     }  # fmt: skip
 

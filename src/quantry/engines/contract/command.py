@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from quantry.engines.contract.catalogue import engine, flags, known_version, removed
+from quantry.engines.contract.catalogue import engine_facts, flags, known_version, removed
 from quantry.engines.contract.options import HOST, Serving
 from quantry.errors import RecipeError, UnknownNameError
 
@@ -131,7 +131,7 @@ def explained(serving: Serving, settings: Sequence[Setting]) -> list[tuple[str, 
 def check(serving: Serving) -> None:
     """Raises an error for what makes no sense in any engine, or what this engine lacks, before a command is made."""
     known_version(serving.engine, serving.version)
-    facts = engine(serving.engine)
+    facts = engine_facts(serving.engine)
     if serving.format not in facts.formats:
         raise RecipeError(
             f"{serving.engine} does not load {serving.format} (it loads {', '.join(facts.formats)})",

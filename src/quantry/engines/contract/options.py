@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quantry.engines.contract.catalogue import engine
+from quantry.engines.contract.catalogue import engine_facts
 
 HOST = "127.0.0.1"
 API_KEY = "QUANTRY_API_KEY"  # environment variable
@@ -92,7 +92,7 @@ class Serving(Options):
     @property
     def listening_port(self) -> int:
         """The port that was chosen, or the engine's usual one."""
-        return self.port or engine(self.engine).server.port
+        return self.port or engine_facts(self.engine).server.port
 
 
 def _is_loopback(host: str) -> bool:

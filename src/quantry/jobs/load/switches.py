@@ -77,7 +77,7 @@ class Switches:
 
     @property
     def _facts(self) -> catalogue.Engine:
-        return catalogue.engine(self.engine)
+        return catalogue.engine_facts(self.engine)
 
     def _usual(self) -> list[tuple[str, str | None]]:
         shown = {PREFIX: self.shares_prefix, DRAFT: self.draft is not None}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quantry import __version__
-from quantry.engines.contract.catalogue import engine as engine_facts
+from quantry.engines.contract.catalogue import engine_facts
 from quantry.engines.contract.options import Options
 from quantry.errors import QuantryError
 from quantry.jobs.load import choice, guidellm_process, prompts

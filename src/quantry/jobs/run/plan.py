@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quantry.devices.detect import detect
-from quantry.engines.contract.catalogue import engine, usual
+from quantry.engines.contract.catalogue import engine_facts, usual
 from quantry.engines.contract.options import HOST
 from quantry.errors import QuantryError
 from quantry.jobs.auto.choices import FORMATS as MIXED_FORMATS
@@ -65,7 +65,7 @@ class RunPlan:
     @property
     def measured_in(self) -> str | None:
         """The engine for `verify`, if it is installed and `verify` can score the format in it."""
-        facts = engine(self.candidate.engine).verify
+        facts = engine_facts(self.candidate.engine).verify
         fits = facts is not None and facts.embedded == (self.candidate.format == "gguf")
         return self.candidate.engine if self.installed and fits else None
 
@@ -81,7 +81,7 @@ class RunPlan:
     def verify_options(self) -> dict[str, Any]:
         """The arguments of verify."""
         name = self.measured_in
-        facts = engine(name).verify if name else None
+        facts = engine_facts(name).verify if name else None
         python = self.options.engine_python if facts and not facts.embedded else None
         common = {"gate": self.gate, "windows": self.options.windows, "length": LENGTH, "device": self.device}
         return {**common, "engine": name, "engine_python": python, "text": self.options.text}

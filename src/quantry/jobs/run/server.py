@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from quantry.engines.contract.catalogue import engine
+from quantry.engines.contract.catalogue import engine_facts
 from quantry.engines.contract.options import HOST, Options
 from quantry.errors import QuantryError
 from quantry.jobs.run.plan import RunPlan
@@ -30,7 +30,7 @@ def server_options(plan: RunPlan) -> Options:
     if plan.options.gpu:
         return given
     on_gpu = plan.installed.platform != "cpu"
-    facts = engine(candidate.engine).plan
+    facts = engine_facts(candidate.engine).plan
     splits = on_gpu and not facts.spreads_unasked
     layers, dtype = (_flag(candidate, name) for name in ("--n-gpu-layers", "--dtype"))
     cache_gib = max(1, -(-candidate.memory["kv_cache"] // (1 << 30)))
@@ -51,7 +51,7 @@ def port_of(plan: RunPlan) -> int:
     """Returns the port that the user gave, the engine's usual one, or a free one if that is in use."""
     if plan.options.port is not None:
         return plan.options.port or free_port(HOST)
-    usual = engine(plan.candidate.engine).server.port
+    usual = engine_facts(plan.candidate.engine).server.port
     try:
         check_port(HOST, usual)
     except QuantryError:
@@ -76,7 +76,7 @@ def first_answer(running: Running, server_plan: ServerPlan, question: str) -> tu
     with Server(running.url, model=running.model) as server:
         chat = [{"role": "user", "content": question}]
         answer = (server.chat(chat, **options) if chats else server.complete(question, **options)).whole()
-        if not engine(running.engine).server.ignores_end:
+        if not engine_facts(running.engine).server.ignores_end:
             return answer, answer.tokens_per_s
         return answer, server.complete(question, **options, ignore_eos=True).whole().tokens_per_s
 
@@ -84,7 +84,7 @@ def first_answer(running: Running, server_plan: ServerPlan, question: str) -> tu
 def measured_memory(running: Running, server_plan: ServerPlan) -> dict[str, int]:
     """Returns the memory that the engine reports, and of an engine in a single process all that the process holds."""
     facts = running.facts()
-    is_single = engine(running.engine).server.single_process and server_plan.serving.platform == "cpu"
+    is_single = engine_facts(running.engine).server.single_process and server_plan.serving.platform == "cpu"
     parts = {
         "weights": facts.weights_bytes,
         "kv_cache": facts.kv_cache_bytes,

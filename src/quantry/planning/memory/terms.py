@@ -1,18 +1,17 @@
 """Constants of the memory model: those of an engine at a version, and terms.toml for all engines."""
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache, lru_cache
-from importlib.resources import files
+from functools import cache, lru_cache, partial
 from typing import Any, Literal
 
 from quantry import registry
 from quantry.devices import Device
-from quantry.engines.contract.catalogue import engine as engine_facts
-from quantry.engines.contract.catalogue import version_key
+from quantry.engines.contract.catalogue import engine_facts, version_key
 from quantry.errors import QuantryError, UnknownNameError
+from quantry.storage import read_data
 
+_data = partial(read_data, "quantry.planning.memory", "terms.toml")
 GIB, MIB = 1 << 30, 1 << 20
 SIXTEEN = {"bf16": "bfloat16", "f16": "float16"}
 
@@ -146,8 +145,3 @@ def load_rules(engine: str, format_name: str) -> tuple[LoadRule, ...]:
 def job_terms() -> Mapping[str, Any]:
     """Returns the constants of the quantization job itself."""
     return dict(_data()["job"])
-
-
-@cache
-def _data() -> dict[str, Any]:
-    return tomllib.loads(files("quantry.planning.memory").joinpath("terms.toml").read_text(encoding="utf-8"))

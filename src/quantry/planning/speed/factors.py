@@ -1,16 +1,16 @@
 """The shares of a device's rates that engines reach, and times: engines/*.toml (`speed`), and factors.toml for all."""
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.resources import files
+from functools import cache, partial
 from typing import Any, Literal
 
 from quantry.devices import Device
-from quantry.engines.contract.catalogue import engine as engine_facts
-from quantry.engines.contract.catalogue import ranked
+from quantry.engines.contract.catalogue import engine_facts, ranked
 from quantry.errors import QuantryError
+from quantry.storage import read_data
+
+_data = partial(read_data, "quantry.planning.speed", "factors.toml")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,3 @@ def unmeasured_spread(*, experts: bool, tensor_parallel: bool, offload: bool) ->
     rows = _data()["unmeasured"]
     cases = {"experts": experts, "tensor_parallel": tensor_parallel, "offload": offload}
     return float(sum(rows[name]["spread"] for name, holds in cases.items() if holds))
-
-
-@cache
-def _data() -> dict[str, Any]:
-    return tomllib.loads(files("quantry.planning.speed").joinpath("factors.toml").read_text(encoding="utf-8"))

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantry.engines.contract.catalogue import engine, verifying
+from quantry.engines.contract.catalogue import engine_facts, verifying
 from quantry.errors import QuantryError, UnknownNameError
 from quantry.proof.served.contract import ScoringEngine
 from quantry.proof.served.llama_cpp import EmbeddedLlama
@@ -24,7 +24,7 @@ def scoring_engine(
         raise UnknownNameError(f"unknown engine {name!r}", fix=suggest(name, tuple(known)))
     facts = known[name]
     if not facts.embedded:
-        return EngineProcess(facts, engine(name).folder / facts.scorer, python, options or {}, patience)
+        return EngineProcess(facts, engine_facts(name).folder / facts.scorer, python, options or {}, patience)
     if python is not None:
         raise QuantryError(f"{name} is embedded, so {python} cannot run it", fix="leave --engine-python out")
     return EmbeddedLlama()
