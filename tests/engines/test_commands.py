@@ -15,7 +15,7 @@ import pytest
 from depth import rounds, sampled
 from quantry.engines.contract.adapter import adapter
 from quantry.engines.contract.boot_log import Facts
-from quantry.engines.contract.catalogue import Measure, engines, flags, latest, removed
+from quantry.engines.contract.catalogue import Measure, engine_facts, engines, flags, removed
 from quantry.engines.contract.command import HEAD, HERE, WORKER, Command, Step
 from quantry.engines.contract.options import Serving
 from quantry.errors import QuantryError, RecipeError, UnknownNameError
@@ -29,7 +29,8 @@ def serving(engine: str, **changes: Any) -> Serving:
     model = "out/model.gguf" if form == "gguf" else "out"
     platform = "cpu" if engine in ("llama.cpp", "onnxruntime", "transformers") else "cuda"
     return replace(
-        Serving(model=model, format=form, engine=engine, version=latest(engine), platform=platform), **changes
+        Serving(model=model, format=form, engine=engine, version=engine_facts(engine).latest, platform=platform),
+        **changes,
     )
 
 

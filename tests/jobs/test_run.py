@@ -29,8 +29,7 @@ from quantry.engines.contract.catalogue import engine_facts
 from quantry.errors import OutputError, QuantryError
 from quantry.jobs.output_folder import OutputFolder
 from quantry.jobs.run import server as serving
-from quantry.jobs.run.options import QUESTION, DeclinedError, RunOptions
-from quantry.jobs.run.plan import fallbacks, plan_run
+from quantry.jobs.run.plan import QUESTION, DeclinedError, RunOptions, fallbacks, plan_run
 from quantry.jobs.run.result import Run, RunStep
 from quantry.jobs.run.run import run
 from quantry.jobs.run.steps import RunSteps

@@ -23,11 +23,10 @@ from quantry.devices.catalogue import catalogue, parse
 from quantry.engines.contract.catalogue import (
     Capability,
     Engine,
-    engine,
+    engine_facts,
     engines,
     flags,
     known_version,
-    latest,
     removed,
     version_key,
 )
@@ -494,7 +493,7 @@ ALL_ROWS = [
     for one in engines().values()
     for table in ("refusals", "kernels", "cautions", "notes")
     for row in getattr(one, table)
-] + [(engine("vllm"), "every", row) for row in every_refusal()]
+] + [(engine_facts("vllm"), "every", row) for row in every_refusal()]
 
 
 def test_engines_are_those_of_the_plan() -> None:
@@ -508,9 +507,9 @@ def test_engines_are_those_of_the_plan() -> None:
         "deepspeed",
         "ollama",
     }
-    assert latest("vllm") == "0.32.0"
-    assert latest("tensorrt-llm") == "1.2.1"
-    assert {"0.26.0", "0.32.0"} <= {release.version for release in engine("vllm").releases}
+    assert engine_facts("vllm").latest == "0.32.0"
+    assert engine_facts("tensorrt-llm").latest == "1.2.1"
+    assert {"0.26.0", "0.32.0"} <= {release.version for release in engine_facts("vllm").releases}
 
 
 @pytest.mark.parametrize(("one", "table", "row"), ALL_ROWS)
@@ -557,7 +556,7 @@ def test_every_row_of_vllm_is_the_reason_of_some_verdict() -> None:
     ):  # fmt: skip
         verdict = verdict_of(model(shape), recipe(preset), "vllm", None, device(place))
         found |= set((verdict.kernel or "").split(", "))
-    names = {str(row.name) for row in engine("vllm").kernels}
+    names = {str(row.name) for row in engine_facts("vllm").kernels}
     missing = {name for name in names if not any(name in one for one in found)} - unreached
     assert not missing
 

@@ -16,7 +16,7 @@ from depth import cases, deep
 from planning import make_plan
 from planning.named_facts import named_facts
 from quantry.devices.catalogue import catalogue, parse
-from quantry.engines.contract.catalogue import engines, flags, latest
+from quantry.engines.contract.catalogue import engine_facts, engines, flags
 from quantry.engines.contract.options import Serving
 from quantry.errors import QuantryError, UnknownNameError
 from quantry.jobs.quantize import quantize
@@ -209,7 +209,7 @@ def commands_of(engine: str, **changes: Any) -> dict[str, list[str]]:
     name, form = loaded.get(engine, ("w4a16", "compressed-tensors"))
     artefact = PlannedArtefact("meta-llama/Llama-3.1-8B", presets()[name], changes.get("format", form))
     serving = Serving(
-        engine=engine, version=latest(engine), model=artefact.served, format=artefact.format, platform="cuda",
+        engine=engine, version=engine_facts(engine).latest, model=artefact.served, format=artefact.format, platform="cuda",
         context=4096, parallel=8, bits=presets()[name].scheme.weight.bits,
     )  # fmt: skip
     return commands(artefact, replace(serving, **changes))
@@ -224,7 +224,7 @@ def test_every_flag_is_one_of_the_engine(engine: str, platform: str) -> None:
     kv = "q8_0" if engine == "llama.cpp" else "fp8" if engine == "vllm" else None
     full = FULL if engine != "onnxruntime" else FULL | {"tensor_parallel": 1}
     words = commands_of(engine, platform=platform, kv=kv, **full)["serve"]
-    known = set(flags(engine, latest(engine)))
+    known = set(flags(engine))
     text = " ".join(words)
     used = {word for word in re.findall(r"(?<= )--?[a-z][\w-]*", text) if word not in ("-m", "-c")}
     used -= {"--model"} if "api_server" in text else set()  # of the module, not of `vllm serve`

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from quantry import devices
+from quantry.devices.host import physical_cores
 from quantry.engines.contract.command import Command
 from quantry.engines.contract.options import Serving
 from quantry.errors import QuantryError
@@ -17,7 +18,6 @@ from quantry.planning.models import find_model
 from quantry.planning.models import open_model as planned_model
 from quantry.report.sizes import human
 from quantry.serving import container, embedded, select
-from quantry.serving.cores import physical_cores
 from quantry.serving.fit import CONTEXT, fitted
 from quantry.types import Workload
 

@@ -49,7 +49,7 @@ def table(
     headings: Iterable[str],
     right: Collection[str] = (),
     *,
-    padding: tuple[int, ...] = (0, 1),
+    padding: tuple[int, int] | tuple[int, int, int, int] = (0, 1),
     title: str | None = None,
     **column: Any,
 ) -> "Table":

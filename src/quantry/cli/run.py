@@ -59,7 +59,7 @@ def command(
 
     Exit code 1 if the gate fails: then nothing is served.
     """
-    from quantry.jobs.run.options import QUESTION, DeclinedError
+    from quantry.jobs.run.plan import QUESTION, DeclinedError
     from quantry.jobs.run.run import run
     from quantry.serving.process import ended_by_signals
 

@@ -7,7 +7,7 @@ A container sees the whole machine in /proc, but control groups may limit it to 
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,9 +82,31 @@ def memory(root: Path = Path("/")) -> tuple[int, int]:
 
 def usable_cores(root: Path = Path("/"), threads: int | None = None) -> float:
     """Returns the cores this process may use: the threads it is bound to, or its container's share if that is less."""
-    bound = threads or (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
+    bound = threads or len(_bound())
     shares = [_share(folder) for folder in _groups(root, "cpu")]
     return min([float(bound), *(share for share in shares if share)])
+
+
+def physical_cores(root: Path = Path("/"), allowed: Iterable[int] | None = None) -> int:
+    """Returns the physical cores this process is bound to, or its container's share if that is less.
+
+    An engine on a CPU gets as many threads. Two threads of one core share its arithmetic units, which one thread of
+    matrix products fills already; more threads than free cores wait for each other at every layer.
+    """
+    bound = sorted(_bound() if allowed is None else allowed)
+    cores = {_siblings(root, number) for number in bound}
+    return max(1, min(len(cores), int(usable_cores(root, len(bound)))))
+
+
+def _bound() -> Collection[int]:
+    return os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1)
+
+
+def _siblings(root: Path, number: int) -> str:
+    """Returns the processors that share a core, as the kernel writes them; one that it does not know is a core."""
+    topology = root / f"sys/devices/system/cpu/cpu{number}/topology"
+    texts = (_read(topology / name) for name in ("core_cpus_list", "thread_siblings_list"))
+    return next((text.strip() for text in texts if text is not None), str(number))
 
 
 def _share(folder: Path) -> float | None:

@@ -30,5 +30,5 @@ def explain(serving: Serving) -> list[tuple[str, str]]:
 
 
 def facts(lines: Iterable[str]) -> Facts:
-    """It says little as it starts."""
+    """Reads its log, which says little."""
     return Facts(warnings=tuple(dict.fromkeys(line.strip() for line in lines if "[WARNING]" in line)))

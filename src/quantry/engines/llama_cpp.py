@@ -1,5 +1,6 @@
 """llama.cpp: `llama-server`, or the same words for the server inside xllamacpp."""
 
+import re
 from collections.abc import Iterable
 
 from quantry.engines.contract.boot_log import Facts, last, size, until
@@ -7,6 +8,7 @@ from quantry.engines.contract.command import Command, Setting, check, explained,
 from quantry.engines.contract.options import LOOKUP, Serving
 
 ALL_LAYERS = 999
+WARNING = re.compile(r"[\d.]+ W ")  # how a line of the log starts
 # Lookup, measured with a 135M model in Q8_0 on a CPU: repeating a text, editing code, rewriting, extracting lines; 395
 # tokens. These sizes need 112 steps and 79 % of 359 guesses are right. llama.cpp's own, 12 and 48, need 225 steps,
 # guess nothing in the rewritten text, and lose time to long wrong guesses in the lines; runs of 2 or 3 guess more, and
@@ -35,9 +37,10 @@ def settings(serving: Serving) -> list[Setting]:
 
 
 def command(serving: Serving) -> Command:
-    """`llama-server` with its words; nothing is run before it."""
+    """Returns `llama-server` with its words; nothing is run before it."""
     check(serving)
-    _refuse(serving)
+    if serving.chunked_prefill is False:
+        refuse(serving, chunked_prefill="leave it out: prompts are always read in pieces (--ubatch-size)")
     return started_by(("llama-server",), serving, settings(serving))
 
 
@@ -46,7 +49,7 @@ def explain(serving: Serving) -> list[tuple[str, str]]:
 
 
 def facts(lines: Iterable[str]) -> Facts:
-    """From the log of its start; sizes of buffers are there from verbosity 4 on."""
+    """Reads the log of its start, which has the sizes of buffers from verbosity 4 on."""
     log = until(r"listening on http", lines)
     build = last(r"build: (\d{3,}) ", log) or last(r"build_info: (b[1-9]\d*)", log)
     slots = last(r"n_slots = (\d+), n_ctx_slot = (\d+)", log)
@@ -61,13 +64,8 @@ def facts(lines: Iterable[str]) -> Facts:
         quantization=file_type.group(1) if file_type else None,
         kernels=_buffers(log),
         context=int(slots.group(2)) if slots else None,
-        warnings=tuple(dict.fromkeys(line.partition(" W ")[2].strip() for line in log if _warns(line))),
+        warnings=tuple(dict.fromkeys(line.partition(" W ")[2].strip() for line in log if WARNING.match(line))),
     )
-
-
-def _refuse(serving: Serving) -> None:
-    if serving.chunked_prefill is False:
-        refuse(serving, chunked_prefill="leave it out: prompts are always read in pieces (--ubatch-size)")
 
 
 def _slots(serving: Serving) -> list[Setting]:
@@ -128,7 +126,7 @@ def _guessing(serving: Serving) -> list[Setting]:
 
 
 def _sum(log: list[str], what: str) -> int | None:
-    """The bytes of a buffer on all devices; a model that is loaded again replaces the earlier lines."""
+    """Returns the bytes of a buffer on all devices; a model that is loaded again replaces the earlier lines."""
     sizes = {
         match.group(1): size(*match.groups()[1:])
         for line in log
@@ -138,10 +136,6 @@ def _sum(log: list[str], what: str) -> int | None:
 
 
 def _buffers(log: list[str]) -> tuple[str, ...]:
-    """The buffers that hold weights: repacked for the processor, mapped from the file, on a GPU."""
+    """Returns the buffers that hold weights: repacked for the processor, mapped from the file, on a GPU."""
     names = (match.group(1) for line in log if (match := last(r"(\S+) model buffer size", [line])))
     return tuple(dict.fromkeys(names))
-
-
-def _warns(line: str) -> bool:
-    return last(r"^[\d.]+ W ", [line]) is not None

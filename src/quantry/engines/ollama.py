@@ -14,7 +14,7 @@ MODELFILE = "Modelfile"
 
 
 def settings(serving: Serving) -> list[Setting]:
-    """The environment of the server; the model's settings are in its Modelfile."""
+    """Returns the environment of the server; the model's settings are in its Modelfile."""
     host = f"[{serving.host}]" if serving.host.count(":") > 1 else serving.host  # IPv6
     address = f"{host}:{serving.listening_port}"
     return [
@@ -27,7 +27,7 @@ def settings(serving: Serving) -> list[Setting]:
 
 
 def command(serving: Serving) -> Command:
-    """`ollama serve`; then the model is made from the file, under the name that requests use."""
+    """Returns `ollama serve`; then the model is made from the file, under the name that requests use."""
     check(serving)
     variables = settings(serving)
     create = ("ollama", "create", name(serving), "--file", MODELFILE)
@@ -46,7 +46,7 @@ def explain(serving: Serving) -> list[tuple[str, str]]:
 
 
 def facts(lines: Iterable[str]) -> Facts:
-    """From the server's log, once the model was loaded: it runs llama.cpp, whose lines are in it."""
+    """Reads the server's log, once the model was loaded: it runs llama.cpp, whose lines are in it."""
     log = list(lines)
     version = last(r"Listening on \S+ \(version ([\w.-]+)\)", log)
     inner = llama_cpp.facts(log)
@@ -55,7 +55,7 @@ def facts(lines: Iterable[str]) -> Facts:
 
 
 def name(serving: Serving) -> str:
-    """What requests call the model: lower case, as Ollama wants it."""
+    """Returns what requests call the model: lower case, as Ollama wants it."""
     path = Path(serving.model)
     own = path.parent.name or path.stem if path.suffix == ".gguf" else path.name
     return (serving.name or own).lower()

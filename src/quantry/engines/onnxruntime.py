@@ -22,7 +22,7 @@ SERVER = "quantry.serving.onnx_server"
 
 
 def settings(serving: Serving) -> list[Setting]:
-    """Of the server; the builder's are in its step."""
+    """Returns the settings of the server; those of the builder are in its step."""
     return [
         Setting("--model", folder(serving), "the folder that the builder wrote"),
         Setting("--host", serving.host, "the address that it listens on"),
@@ -39,9 +39,10 @@ def settings(serving: Serving) -> list[Setting]:
 
 
 def command(serving: Serving) -> Command:
-    """The builder for what is no ONNX yet, then the server, both with the engine's python."""
+    """Returns the builder for a model that is not ONNX yet, then the server, both with the engine's python."""
     check(serving)
-    _refuse(serving)
+    if serving.format == BUILT:
+        refuse(serving, quantization="leave it out: the model is built already")
     steps = () if serving.format == BUILT else (_build(serving),)
     return started_by((serving.python, "-m", SERVER), serving, settings(serving), steps)
 
@@ -63,7 +64,7 @@ def facts(lines: Iterable[str]) -> Facts:
 
 
 def folder(serving: Serving) -> str:
-    """The folder of the ONNX model, built or to be built: next to its source, with the precision in its name."""
+    """Returns the folder of the ONNX model, built or to be built: next to its source, named by its precision."""
     if serving.format == BUILT:
         return serving.model
     place = serving.built or f"{serving.model.removesuffix('.gguf')}-onnx"
@@ -71,7 +72,7 @@ def folder(serving: Serving) -> str:
 
 
 def builder(serving: Serving) -> list[Setting]:
-    """Of `python -m onnxruntime_genai.models.builder`."""
+    """Returns the settings of `python -m onnxruntime_genai.models.builder`."""
     place = "cuda" if serving.platform == "cuda" else "cpu"
     return [
         Setting("-i", serving.model, "the checkpoint"),
@@ -93,8 +94,3 @@ def _build(serving: Serving) -> Step:
         "the ONNX model, from the checkpoint",
         makes=f"{folder(serving)}/{MARK}",
     )
-
-
-def _refuse(serving: Serving) -> None:
-    if serving.format == BUILT:
-        refuse(serving, quantization="leave it out: the model is built already")

@@ -16,6 +16,7 @@ RENAMED = "1.3.0rc1"  # speculative_model_dir became speculative_model
 
 
 def settings(serving: Serving) -> list[Setting]:
+    built = serving.format == CONVERTED
     return [
         Setting("--host", serving.host, "the address that it listens on"),
         Setting("--port", serving.listening_port, "the port that it listens on"),
@@ -29,22 +30,22 @@ def settings(serving: Serving) -> list[Setting]:
         *switch(serving.chunked_prefill, "--enable_chunked_prefill", "long prompts are read in pieces"),
         *maybe("--extra_llm_api_options", CONFIG if config(serving) else None, "what has no flag: cache and guessing"),
         *switch(serving.trust_remote_code, "--trust_remote_code", "code of the checkpoint is run, as was asked for"),
-        *_engine_settings(serving),
+        *maybe("--backend", "tensorrt" if built else None, "the engine that was built, not the PyTorch model"),
     ]
 
 
 def command(serving: Serving) -> Command:
-    """`trtllm-serve`, after `trtllm-build` for a checkpoint of its own format."""
+    """Returns `trtllm-serve`, after `trtllm-build` for a checkpoint of its own format."""
     check(serving)
-    _refuse(serving)
-    built = serving.format == CONVERTED
-    text = config(serving)
+    built, text = serving.format == CONVERTED, config(serving)
+    if built and version_key(serving.version) >= version_key(NO_BUILD):
+        raise RecipeError(
+            f"TensorRT-LLM {serving.version} builds no engines (the last that does is 1.2.1)",
+            fix="give it the checkpoint that was converted, or choose version 1.2.1",
+        )
+    model = _engine(serving) if built else serving.model
     return Command(
-        argv=(
-            "trtllm-serve",
-            _engine(serving) if built else serving.model,
-            *checked(serving, settings(serving)),
-        ),
+        argv=("trtllm-serve", model, *checked(serving, settings(serving))),
         files={CONFIG: text} if text else {},
         steps=(_build(serving),) if built else (),
     )
@@ -69,11 +70,9 @@ def facts(lines: Iterable[str]) -> Facts:
 
 
 def config(serving: Serving) -> str:
-    """The YAML file of what the command line has no flags for; empty if there is nothing."""
-    cache = {
-        "dtype": serving.kv,
-        "enable_block_reuse": None if serving.prefix_cache is None else str(serving.prefix_cache).lower(),
-    }
+    """Returns the YAML file of what the command line has no flags for; empty if there is nothing."""
+    reuse = None if serving.prefix_cache is None else str(serving.prefix_cache).lower()
+    cache: dict[str, object] = {"dtype": serving.kv, "enable_block_reuse": reuse}
     return _yaml("kv_cache_config", cache) + _yaml("speculative_config", _guessing(serving))
 
 
@@ -88,15 +87,9 @@ def _guessing(serving: Serving) -> dict[str, object]:
     return {"decoding_type": "Draft_Target", "max_draft_len": number, key: f'"{serving.speculative}"'}
 
 
-def _yaml(name: str, values: dict[str, object] | dict[str, str | None]) -> str:
+def _yaml(name: str, values: dict[str, object]) -> str:
     lines = [f"  {key}: {value}" for key, value in values.items() if value is not None]
     return "\n".join([f"{name}:", *lines, ""]) if lines else ""
-
-
-def _engine_settings(serving: Serving) -> list[Setting]:
-    if serving.format != CONVERTED:
-        return []
-    return [Setting("--backend", "tensorrt", "the engine that was built, not the PyTorch model")]
 
 
 def _engine(serving: Serving) -> str:
@@ -104,7 +97,7 @@ def _engine(serving: Serving) -> str:
 
 
 def _build(serving: Serving) -> Step:
-    """For an engine all sizes are fixed when it is built."""
+    """Returns the step that builds an engine; it fixes all sizes."""
     words = [
         Setting("--checkpoint_dir", serving.model, ""),
         Setting("--output_dir", _engine(serving), ""),
@@ -116,11 +109,3 @@ def _build(serving: Serving) -> Step:
     ]
     plain = serving.plain()  # without words for the server
     return Step(("trtllm-build", *checked(plain, words)), "the engine, with its sizes fixed; takes minutes")
-
-
-def _refuse(serving: Serving) -> None:
-    if serving.format == CONVERTED and version_key(serving.version) >= version_key(NO_BUILD):
-        raise RecipeError(
-            f"TensorRT-LLM {serving.version} builds no engines (the last that does is 1.2.1)",
-            fix="give it the checkpoint that was converted, or choose version 1.2.1",
-        )

@@ -21,7 +21,8 @@ GUESSES = 2  # tokens guessed at a time where nobody says
 
 def settings(serving: Serving) -> list[Setting]:
     longest = serving.context and serving.context - 1
-    lookup = serving.speculative == LOOKUP
+    guesses = serving.draft_tokens or GUESSES if serving.speculative == LOOKUP else None
+    prefix_cache = None if serving.prefix_cache is None else str(serving.prefix_cache).lower()
     return [
         Setting("--model-id", serving.model, "the folder"),
         Setting("--hostname", serving.host, "the address that it listens on; its own default is every address"),
@@ -35,19 +36,18 @@ def settings(serving: Serving) -> list[Setting]:
         *maybe("--quantize", serving.quantization, "16-bit weights are quantized as they are loaded"),
         *maybe("--max-batch-prefill-tokens", serving.batch_tokens, "tokens of prompts in one step"),
         *maybe("--cuda-memory-fraction", serving.utilization, "the share of each device that it may fill"),
-        *maybe(
-            "--speculate", (serving.draft_tokens or GUESSES) if lookup else None, "guesses are copied from the prompt"
-        ),
-        *maybe("PREFIX_CACHING=", _word(serving.prefix_cache), "whether prompts that begin alike are read once"),
+        *maybe("--speculate", guesses, "guesses are copied from the prompt"),
+        *maybe("PREFIX_CACHING=", prefix_cache, "whether prompts that begin alike are read once"),
         *maybe("API_KEY=", serving.api_key, "requests need this key; in the environment it is in no list of processes"),
         *switch(serving.trust_remote_code, "--trust-remote-code", "code of the checkpoint is run, as was asked for"),
     ]
 
 
 def command(serving: Serving) -> Command:
-    """`text-generation-launcher`, as in its container."""
+    """Returns `text-generation-launcher`, as in its container."""
     check(serving)
-    _refuse(serving)
+    if serving.speculative not in (None, LOOKUP):
+        refuse(serving, speculative="use lookup here, or vLLM for a draft model")
     return started_by(("text-generation-launcher",), serving, settings(serving))
 
 
@@ -56,7 +56,7 @@ def explain(serving: Serving) -> list[tuple[str, str]]:
 
 
 def facts(lines: Iterable[str]) -> Facts:
-    """From the launcher's log."""
+    """Reads the launcher's log."""
     log = list(lines)
     whole = [" ".join(log)]  # its arguments are printed over several lines
     tokens = last(r"Setting max batch total tokens to (\d+)", log)
@@ -68,12 +68,3 @@ def facts(lines: Iterable[str]) -> Facts:
         context=int(context.group(1)) if context else None,
         warnings=tuple(dict.fromkeys(line.partition("WARN")[2].strip() for line in log if " WARN " in line)),
     )
-
-
-def _refuse(serving: Serving) -> None:
-    if serving.speculative not in (None, LOOKUP):
-        refuse(serving, speculative="use lookup here, or vLLM for a draft model")
-
-
-def _word(on: bool | None) -> str | None:
-    return None if on is None else str(on).lower()

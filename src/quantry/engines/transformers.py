@@ -24,7 +24,7 @@ def settings(serving: Serving) -> list[Setting]:
 
 
 def command(serving: Serving) -> Command:
-    """`transformers serve MODEL`; a GGUF is named by its folder and file."""
+    """Returns `transformers serve MODEL`; a GGUF is named by its folder and file."""
     check(serving)
     return started_by((*_program(serving), _model(serving)), serving, settings(serving))
 
@@ -37,7 +37,7 @@ def explain(serving: Serving) -> list[tuple[str, str]]:
 
 
 def facts(lines: Iterable[str]) -> Facts:
-    """It says little as it starts."""
+    """Reads its log, which says little."""
     log = list(lines)
     version = last(r"You are using version ([\d.]+)", log)
     said = (line.strip() for line in log if "Warning:" in line or line.startswith("[WARNING"))

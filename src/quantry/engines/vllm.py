@@ -30,9 +30,13 @@ CARRIED = re.compile(r"\b(?:Using|Selected) (\w*Kernel\w*) for [A-Z]\w+|\bUsing 
 
 
 def settings(serving: Serving) -> list[Setting]:
-    """Flags in the order of `vllm serve --help`'s groups: server, sizes, devices, types, cache, the rest."""
+    """Returns flags in the order of `vllm serve --help`'s groups: server, sizes, devices, types, cache, the rest."""
+    key_why = "requests need this key; in the environment it is in no list of processes"
     return [
-        *_server(serving),
+        Setting("--host", serving.host, "the address that it listens on"),
+        Setting("--port", serving.listening_port, "the port that it listens on"),
+        *maybe("--served-model-name", serving.name, "what requests call the model"),
+        *maybe("VLLM_API_KEY=", serving.api_key, key_why),
         *maybe(
             "--max-model-len", serving.context, "the longest sequence, prompt and answer; fewer tokens leave more room"
         ),
@@ -50,7 +54,7 @@ def settings(serving: Serving) -> list[Setting]:
 
 
 def command(serving: Serving) -> Command:
-    """`vllm serve`, after a cluster of Ray was started where there are several nodes."""
+    """Returns `vllm serve`, after the start of a Ray cluster if there are several nodes."""
     check(serving)
     if serving.platform != "cpu":
         refuse(serving, threads="leave it out on a GPU", cache_gib="give a share of the device instead")
@@ -63,7 +67,7 @@ def explain(serving: Serving) -> list[tuple[str, str]]:
 
 
 def facts(lines: Iterable[str]) -> Facts:
-    """From the log of its start; the process of the engine and that of the server both write to it."""
+    """Reads the log of its start, which the process of the engine and that of the server both write to."""
     log = until(r"Application startup complete", lines)
     weights = last(r"Model loading took ([\d.]+) (GiB)", log)
     cache = last(r"KV cache size: ([\d,]+) tokens", log)
@@ -95,32 +99,16 @@ def _program(serving: Serving) -> tuple[str, ...]:
     return ("vllm", "serve", serving.model)
 
 
-def _server(serving: Serving) -> list[Setting]:
-    return [
-        Setting("--host", serving.host, "the address that it listens on"),
-        Setting("--port", serving.listening_port, "the port that it listens on"),
-        *maybe("--served-model-name", serving.name, "what requests call the model"),
-        *maybe(
-            "VLLM_API_KEY=", serving.api_key, "requests need this key; in the environment it is in no list of processes"
-        ),
-    ]
-
-
 def _spread(serving: Serving) -> list[Setting]:
+    ray = "ray" if serving.nodes > 1 else None
     return [
         *several(
             "--tensor-parallel-size", serving.tensor_parallel, "every layer is cut into as many parts, one a device"
         ),
         *several("--pipeline-parallel-size", serving.pipeline_parallel, "layers are shared out over as many stages"),
         *several("--data-parallel-size", serving.replicas, "copies of the model that share the requests"),
-        *_ray(serving),
+        *maybe("--distributed-executor-backend", ray, f"parts of the model run on {serving.nodes} nodes"),
     ]
-
-
-def _ray(serving: Serving) -> list[Setting]:
-    """Ray carries the parts of a model to other nodes."""
-    why = f"parts of the model run on {serving.nodes} nodes"
-    return [Setting("--distributed-executor-backend", "ray", why)] if serving.nodes > 1 else []
 
 
 def _memory(serving: Serving) -> list[Setting]:
@@ -168,7 +156,7 @@ def _guessing(serving: Serving) -> list[Setting]:
 
 
 def _cluster(serving: Serving) -> tuple[Step, ...]:
-    """Ray on every node, for the user to run there; the server itself is started on the first."""
+    """Returns the steps that start Ray, for the user to run on every node; the server is started on the first."""
     if serving.nodes == 1:
         return ()
     if not serving.head:

@@ -71,7 +71,9 @@ def _matrices(checkpoint: Checkpoint, blocks: int) -> dict[str, list[TensorInfo]
     matrices: dict[str, list[TensorInfo]] = {}
     others = []
     for tensor in checkpoint.tensors:
-        if part_of(tensor.name, blocks) not in MAPPED or _is_outside(tensor.name, blocks):
+        part = part_of(tensor.name, blocks)
+        inside = decoder_block(tensor.name, blocks) is not None  # vision towers and draft heads are not
+        if part not in MAPPED or not (inside or part in ("embedding", "head")):
             continue
         if len(tensor.shape) > 1 and weights_of(checkpoint, tensor):
             matrices.setdefault(tensor.name if is_gguf else tensor.name.rpartition(".")[0], []).append(tensor)
@@ -82,11 +84,6 @@ def _matrices(checkpoint: Checkpoint, blocks: int) -> dict[str, list[TensorInfo]
         if owner is not None:
             matrices[owner].append(tensor)
     return matrices
-
-
-def _is_outside(name: str, blocks: int) -> bool:
-    """Returns True for tensors of vision towers and draft heads: not in a block, nor an embedding or head."""
-    return decoder_block(name, blocks) is None and part_of(name, blocks) not in ("embedding", "head")
 
 
 def _parents(name: str) -> Iterator[str]:

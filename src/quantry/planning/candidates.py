@@ -262,7 +262,7 @@ def _fitting(request: Request, deployment: Deployment, verdict: Verdict, offload
     if fitting:
         return fitting
     if short:
-        return _too_large(request, min(short, key=_excess))
+        return _too_large(request, min(short, key=lambda row: row.footprint.per_device - row.limit))
     assert deployment.recipe is not None
     first = refusals[0]
     return Refused(deployment.recipe.preset.name, engine, first.reason, first.fix or "choose another layout")
@@ -330,10 +330,6 @@ def _offloaded(request: Request, candidate: Candidate) -> Candidate | None:
     split = replace(deployment, offload_layers=layers)
     moved = replace(candidate, deployment=split, footprint=footprint(split, candidate.workload))
     return moved if fits(moved, request) else None
-
-
-def _excess(candidate: Candidate) -> int:
-    return candidate.footprint.per_device - candidate.limit
 
 
 def _too_large(request: Request, candidate: Candidate) -> Refused:

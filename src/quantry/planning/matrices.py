@@ -101,7 +101,10 @@ def markdown(name: str) -> str:
 def _markdown(table: Matrix) -> str:
     lines = [f"### {table.title}", "", *([table.note, ""] if table.note else [])]
     lines += [f"| | {' | '.join(table.columns)} |", "|---" * (len(table.columns) + 1) + "|"]
-    lines += [f"| {label} | {' | '.join(_spelled(cell) for cell in cells)} |" for label, cells in table.rows.items()]
+    for label, cells in table.rows.items():
+        lines.append(
+            " | ".join([f"| {label}", *(f"{cell.ours} *" if cell.why else cell.ours for cell in cells)]) + " |"
+        )
     reasons = [
         f"- {label}, {column}: {cell.why} (handbook: {cell.handbook})"
         for label, cells in table.rows.items()
@@ -109,10 +112,6 @@ def _markdown(table: Matrix) -> str:
         if cell.why
     ]
     return "\n".join([*lines, "", *(["Where it differs from the handbook:", "", *reasons, ""] if reasons else [])])
-
-
-def _spelled(cell: Cell) -> str:
-    return f"{cell.ours} *" if cell.why else cell.ours
 
 
 def cases() -> list[dict[str, Any]]:

@@ -68,9 +68,11 @@ def open_model(model: str | Path) -> Checkpoint:
     return _from_catalogue(name)
 
 
-def known_models() -> dict[str, KnownModel]:
+@cache
+def known_models() -> Mapping[str, KnownModel]:
     """Returns the catalogue by name, in the order of models.toml."""
-    return dict(_models())
+    table = read_data("quantry.planning", "models.toml")
+    return {name: _model(name, table["models"], table["sources"]) for name in table["models"]}
 
 
 def find_model(name: str) -> KnownModel | None:
@@ -160,14 +162,7 @@ def _key(name: str) -> str:
 
 @cache
 def _names() -> dict[str, KnownModel]:
-    return {_key(name): model for model in _models().values() for name in (model.name, *model.aliases)}
-
-
-@cache
-def _models() -> dict[str, KnownModel]:
-    table = read_data("quantry.planning", "models.toml")
-    rows, sources = table["models"], table["sources"]
-    return {name: _model(name, rows, sources) for name in rows}
+    return {_key(name): model for model in known_models().values() for name in (model.name, *model.aliases)}
 
 
 def _model(name: str, rows: Mapping[str, Any], sources: Mapping[str, Any]) -> KnownModel:

@@ -75,19 +75,17 @@ def decide(request: Request) -> Plan:
     _check_possible(request, candidates, refused)
     ranked, untimed = rank(request, candidates)
     options = tuple(option(row, ranked) for row in ranked)
-    workload = request.workload
     return Plan(
         model=_model_facts(request),
         hardware=_hardware_facts(request),
         use=request.use.name,
-        workload={"context": workload.context, "concurrency": workload.concurrency,
-                  "prompt": workload.prompt, "answer": workload.answer},
+        workload=asdict(request.workload),
         budget=request.budget,
         options=options,
         refused=_gathered([*refused, *untimed]),
         nearest=() if options else alternatives(request),
         notes=request.hardware.notes,
-    )  # fmt: skip
+    )
 
 
 def _check_possible(request: Request, candidates: Sequence[Candidate], refused: Sequence[Refused]) -> None:

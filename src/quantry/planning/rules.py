@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Literal
 
 from quantry import registry
 from quantry.devices import Device
@@ -73,26 +73,29 @@ class Ruling:
     warnings: tuple[str, ...]
 
 
-def uses() -> dict[str, Use]:
+@cache
+def uses() -> Mapping[str, Use]:
     """Returns all uses by name."""
-    return dict(_uses())
+    rows = _data()["uses"]
+    return {name: Use(name=name, **{**row, "aliases": tuple(row.get("aliases", ()))}) for name, row in rows.items()}
 
 
 def find_use(name: str | None) -> Use:
     """Returns the use of a name or an alias; general without a name. Raises UnknownNameError for an unknown one."""
     key = (name or "general").strip().lower().replace("_", "-").replace(" ", "-")
-    known = {alias: use for use in _uses().values() for alias in (use.name, *use.aliases)}
+    known = {alias: use for use in uses().values() for alias in (use.name, *use.aliases)}
     if key not in known:
         close = get_close_matches(key, known, n=3, cutoff=0.6)
         raise UnknownNameError(
-            f"unknown use {str(name)[:40]!r}", fix=registry.suggest(key, tuple(close) or tuple(_uses()))
+            f"unknown use {str(name)[:40]!r}", fix=registry.suggest(key, tuple(close) or tuple(uses()))
         )
     return known[key]
 
 
+@cache
 def rules() -> tuple[DecisionRule, ...]:
     """Returns all rules, in the order of the table."""
-    return _rules()
+    return tuple(DecisionRule(**row) for row in _data()["rules"])
 
 
 def tier(device: Device) -> str:
@@ -126,14 +129,11 @@ def caches(engine: str, facts: Facts) -> tuple[str, ...]:
 def quality(facts: Facts) -> Quality:
     """Returns the expected quality of an option."""
     row = next(row for row in _data()["quality"] if agrees(row["when"], facts, {}))
-    points = row["points"]
-    if facts["bits"] <= SMALL_BITS:
-        points += sum(row["points"] for row in _data()["sizes"] if _in_size(row, facts["parameters"]))
+    points, parameters = row["points"], facts["parameters"]
+    for size in _data()["sizes"] if facts["bits"] <= SMALL_BITS else ():
+        if size.get("at_least", 0) <= parameters < size.get("below", float("inf")):
+            points += size["points"]
     return Quality(_class_of(row["class"], row["points"], points), points)
-
-
-def _in_size(row: Mapping[str, Any], parameters: float) -> bool:
-    return bool(row.get("at_least", 0) <= parameters < row.get("below", float("inf")))
 
 
 def _class_of(name: str, table: float, points: float) -> str:
@@ -146,14 +146,14 @@ def _class_of(name: str, table: float, points: float) -> str:
 
 def refusal(facts: Facts) -> DecisionRule | None:
     """Returns the first rule that does not allow an option."""
-    rows = (rule for rule in _rules() if rule.require is not None and agrees(rule.when, facts, {}))
+    rows = (rule for rule in rules() if rule.require is not None and agrees(rule.when, facts, {}))
     return next((rule for rule in rows if not agrees(rule.require or {}, facts, {})), None)
 
 
 def judge(facts: Facts) -> Ruling:
     """Applies all rules to an option."""
     points, reasons, warnings = 0.0, [], []
-    for rule in _rules():
+    for rule in rules():
         if not agrees(rule.when, facts, {}):
             continue
         if rule.prefer is not None and agrees(rule.prefer, facts, {}):
@@ -166,14 +166,3 @@ def judge(facts: Facts) -> Ruling:
             warnings.append(rule.warn)
     ordered = [why for _, why in sorted(reasons, key=lambda pair: -pair[0])]
     return Ruling(points, tuple(dict.fromkeys(ordered)), tuple(dict.fromkeys(warnings)))
-
-
-@cache
-def _uses() -> dict[str, Use]:
-    rows = _data()["uses"]
-    return {name: Use(name=name, **{**row, "aliases": tuple(row.get("aliases", ()))}) for name, row in rows.items()}
-
-
-@cache
-def _rules() -> tuple[DecisionRule, ...]:
-    return tuple(DecisionRule(**row) for row in _data()["rules"])

@@ -100,18 +100,14 @@ def check_files(path: Path) -> Check:
     if not note.is_file():
         return Check("files", True, "no quantry.json: only headers and sizes are held against each other")
     try:
-        listed = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in _listed(note).items()}
+        files = json.loads(note.read_text())["files"]
+        listed = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         return Check("files", False, f"quantry.json is damaged ({str(error)[:80]})", AGAIN)
     for name, (size, digest) in listed.items():
         if problem := _problem(folder / name, size, digest):
             return Check("files", False, f"{name} {problem}", f"copy {name} again, or {AGAIN}")
     return Check("files", True, f"{len(listed)} files are as they were written (SHA-256)")
-
-
-def _listed(note: Path) -> dict[str, Any]:
-    files: dict[str, Any] = json.loads(note.read_text())["files"]
-    return files
 
 
 def _problem(file: Path, size: int, digest: str) -> str:

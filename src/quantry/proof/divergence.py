@@ -168,7 +168,8 @@ def summary(reference: Iterable[TopK], scores: Iterable[Scores], *, draws: int =
     units = [_unit(kept, observed) for kept, observed in zip(reference, scores, strict=True)]
     windows = len(units)
     if windows == 1:
-        units = [dict(zip(units[0], piece, strict=True)) for piece in _pieces(list(units[0].values()))]
+        pieces = [np.array_split(column, min(PIECES, len(column))) for column in units[0].values()]
+        units = [dict(zip(units[0], piece, strict=True)) for piece in zip(*pieces, strict=True)]
     sizes = np.array([len(unit["kl"]) for unit in units])
     counts = np.random.default_rng(seed).multinomial(len(units), np.full(len(units), 1 / len(units)), size=draws)
     counts = np.vstack([np.ones_like(counts[:1]), counts])  # row 0 is the measurement itself
@@ -249,11 +250,6 @@ def _unit(reference: TopK, scores: Scores) -> dict[str, Array]:
         "next": scores.next.astype(np.float64),
         "reference_next": reference.next.astype(np.float64),
     }
-
-
-def _pieces(columns: list[Array]) -> Iterator[tuple[Array, ...]]:
-    """Cuts the columns of a single window into runs of neighbouring positions."""
-    return zip(*(np.array_split(column, min(PIECES, len(column))) for column in columns), strict=True)
 
 
 def weighted_quantiles(values: Sequence[Array], counts: Array, shares: Sequence[float]) -> Array:

@@ -111,14 +111,11 @@ def _limits(name: str, use: str, preset: str | None) -> Iterator[_Limit]:
     for always in table["always"]:
         if always["measure"] == name:
             yield _Limit("every use", **{key: value for key, value in always.items() if key != "measure"})
-    known: dict[str, Any] = next((other for other in table["presets"] if _matches(preset, other["match"])), {})
+    rows = (other for other in table["presets"] if any(fnmatchcase(preset or "", match) for match in other["match"]))
+    known: dict[str, Any] = next(rows, {}) if preset else {}
     if name in known:
         fix = "it loses too much for its bits: quantize again from the 16-bit model, and look at the tensors named"
         yield _Limit(f"{known['class']} preset", fix=fix, **known[name])
-
-
-def _matches(preset: str | None, patterns: Sequence[str]) -> bool:
-    return preset is not None and any(fnmatchcase(preset, pattern) for pattern in patterns)
 
 
 def _finding(name: str, number: Number, limit: _Limit, noise: float) -> Finding:

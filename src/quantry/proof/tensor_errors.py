@@ -187,7 +187,8 @@ def _compared(name: str, weight: Tensor, decoded: Tensor, grid: Grid | None, tra
     )
     if transformed:
         matrix = _rescaled(matrix.float(), decoded_matrix.float(), rows=FED.fullmatch(name) is not None)
-    error, cosine, groups = _sums(matrix, decoded_matrix, _group(grid))
+    group = grid.block[1] if grid is not None and SMALLEST <= grid.block[1] <= LARGEST else GROUP  # share a scale
+    error, cosine, groups = _sums(matrix, decoded_matrix, group)
     gain, empty = (0.0, 0) if label == VECTOR else _gains(groups)
     return TensorError(name, shape, label, bits, error, cosine, gain, empty)
 
@@ -196,11 +197,6 @@ def _label(tensor: Tensor, grid: Grid | None) -> tuple[str, int]:
     if tensor.ndim < 2:
         return VECTOR, 16
     return (PLAIN, 16) if grid is None or grid.is_cast else (f"{grid.kind} {grid.bits} bit", grid.bits)
-
-
-def _group(grid: Grid | None) -> int:
-    """Returns how many columns are compared together: those that share a scale."""
-    return grid.block[1] if grid is not None and SMALLEST <= grid.block[1] <= LARGEST else GROUP
 
 
 def _sums(weight: Tensor, decoded: Tensor, group: int) -> tuple[float, float, Tensor]:
@@ -217,21 +213,15 @@ def _sums(weight: Tensor, decoded: Tensor, group: int) -> tuple[float, float, Te
     ww, wq, qq, difference = total.tolist()
     if not all(map(isfinite, (ww, qq, difference))):
         return inf, 0.0, torch.cat(groups, 1)
-    return _ratio(difference, ww), _cosine(wq, ww, qq), torch.cat(groups, 1)
+    error = (difference / ww) ** 0.5 if ww else (inf if difference else 0.0)
+    cosine = wq / (ww * qq) ** 0.5 if ww and qq else float(ww == qq)
+    return error, cosine, torch.cat(groups, 1)
 
 
 def _grouped(products: Tensor, group: int) -> Tensor:
     """Sums groups of columns; the last may be shorter."""
     padded = torch.nn.functional.pad(products, (0, -products.shape[1] % group))
     return padded.view(len(products), -1, group).sum(-1, dtype=torch.float64)
-
-
-def _ratio(difference: float, ww: float) -> float:
-    return (difference / ww) ** 0.5 if ww else (inf if difference else 0.0)
-
-
-def _cosine(wq: float, ww: float, qq: float) -> float:
-    return wq / (ww * qq) ** 0.5 if ww and qq else float(ww == qq)
 
 
 def _gains(groups: Tensor) -> tuple[float, int]:
@@ -264,8 +254,7 @@ def _factors(weight: Tensor, decoded: Tensor, dim: int) -> Tensor:
 
 def _is_transformed(model: Weights) -> bool:
     """Returns True if quantry.json says that a method moved scales into the weights."""
-    folder = model.path if model.path.is_dir() else model.path.parent
-    file = folder / ARTEFACT_FILE
+    file = (model.path if model.path.is_dir() else model.path.parent) / ARTEFACT_FILE
     if not file.is_file():
         return False
     recipe: Any = json.loads(file.read_text()).get("recipe", {})

@@ -4,7 +4,6 @@ The whole text is tokenized once and cut front to back, so all models see the sa
 what the tokenizer puts before a text (a BOS, or nothing): a model trained with a BOS is far worse without one.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,9 @@ def windows(text: str, tokenizer: Any, length: int, count: int | None) -> list[W
         )
     if count is not None and count < 1:
         raise QuantryError(f"{count} windows leave nothing to measure", fix="ask for at least 1")
-    tokens = _without(prefix, encode(tokenizer, text))
+    tokens = encode(tokenizer, text)
+    if tuple(tokens[: len(prefix)]) == tuple(prefix):  # every window gets its own
+        tokens = tokens[len(prefix) :]
     step = length - len(prefix)
     available = len(tokens) // step
     if available == 0:
@@ -70,8 +71,3 @@ def read_text(file: Path) -> tuple[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise QuantryError(f"cannot read {file}: {reason}", fix="give a text file in UTF-8") from error
-
-
-def _without(prefix: Sequence[int], tokens: list[int]) -> list[int]:
-    """Drops the prefix from the tokens of a text that already starts with it."""
-    return tokens[len(prefix) :] if prefix and tuple(tokens[: len(prefix)]) == tuple(prefix) else tokens

@@ -52,7 +52,8 @@ def _bars(axes: "Axes", rows: Sequence[FileRow], name: str, reference: float | N
     """Draws one panel; `across` is its width in pixels, including the figures at the tips."""
     base = 1.0 if name == "top1" else reference or 0.0
     shown = [(at, row, getattr(row, name)) for at, row in enumerate(rows) if getattr(row, name) is not None]
-    span = _bar_axis(axes, [value for _, _, value in shown], _bounds(rows, name), base, across)
+    bounds = [bound for row in rows for bound in getattr(row, f"{name}_interval") or ()]
+    span = _bar_axis(axes, [value for _, _, value in shown], bounds, base, across)
     axes.barh(
         [at for at, _, _ in shown],
         [value - base for _, _, value in shown],
@@ -79,10 +80,6 @@ def _bars(axes: "Axes", rows: Sequence[FileRow], name: str, reference: float | N
 
 def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-
-
-def _bounds(rows: Sequence[FileRow], name: str) -> list[float]:
-    return [bound for row in rows for bound in getattr(row, f"{name}_interval") or ()]
 
 
 def _bar_axis(axes: "Axes", values: Sequence[float], bounds: Sequence[float], base: float, across: float) -> float:

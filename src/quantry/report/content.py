@@ -73,6 +73,11 @@ class Memory:
     capacity: int | None = None
     device: str = ""
 
+    @property
+    def sides(self) -> list[tuple[str, Mapping[str, int]]]:
+        """The sides that have parts: predicted, measured."""
+        return [(side, parts) for side in ("predicted", "measured") if (parts := getattr(self, side))]
+
     def __post_init__(self) -> None:
         for side, parts in (("predicted", self.predicted), ("measured", self.measured)):
             pairs = _pairs(parts, f"memory.{side}")

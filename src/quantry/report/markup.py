@@ -75,6 +75,19 @@ def table(columns: Sequence[str], lines: Iterable[str], style: str = "", caption
     )
 
 
+def row(head: object, cells: Iterable[object], style: str = "") -> str:
+    """Returns a line of a table: a heading and escaped cells."""
+    tag = f' class="{style}"' if style else ""
+    values = "".join(f"<td>{escaped(cell)}</td>" for cell in cells)
+    return f'<tr{tag}><th scope="row">{escaped(head)}</th>{values}</tr>'
+
+
+def tiles(pairs: Iterable[tuple[str, str]]) -> str:
+    """Returns key figures, each with its words."""
+    items = "".join(f"<li><b>{escaped(value)}</b><span>{escaped(words)}</span></li>" for value, words in pairs)
+    return f'<ul class="tiles">{items}</ul>'
+
+
 def bullets(items: Sequence[str]) -> str:
     return f"<ul>{''.join(f'<li>{escaped(item)}</li>' for item in items)}</ul>" if items else ""
 

@@ -26,11 +26,11 @@ PARTS = {  # part of memory -> its name and its colour
 
 def memory_bars(memory: Memory, width: int) -> Plot | None:
     """Draws the parts of memory, or returns None if there are none."""
-    sides = [(side, parts) for side, parts in (("predicted", memory.predicted), ("measured", memory.measured)) if parts]
+    sides = memory.sides
     if not sides:
         return None
     names = list(dict.fromkeys(name for _, parts in sides for name in parts))
-    lines = _legend_lines(names, width)
+    lines = ceil(sum(len(_part(name)[0]) * 6.5 + 34 for name in names) / width)  # of the legend
     height = 46 * len(sides) + 62 + 18 * lines
     figure, axes = one_axes(width, height, (72, 20, 24 + 18 * lines, 40))
     most = max(*(sum(parts.values()) for _, parts in sides), memory.capacity or 0)
@@ -56,10 +56,6 @@ def memory_bars(memory: Memory, width: int) -> Plot | None:
 
 def _part(name: str) -> tuple[str, str]:
     return PARTS.get(name, (plain(name).replace("_", " ")[:24], "fifth"))
-
-
-def _legend_lines(names: Sequence[str], width: int) -> int:
-    return ceil(sum(len(_part(name)[0]) * 6.5 + 34 for name in names) / width)
 
 
 def _stack(axes: "Axes", at: int, parts: Mapping[str, int], size: int, scale: float) -> None:

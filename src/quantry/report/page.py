@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from quantry.report import markup
 from quantry.report.content import BlockMap, Content, FileRow, Interval, Memory, modules_of
 from quantry.report.drawing import NARROW, WIDE
 from quantry.report.ink import settings
@@ -58,24 +59,19 @@ def _tiles(content: Content) -> str:
     row = content.chosen
     if row is None:
         return ""
-    tiles: list[tuple[str, str]] = [(human(row.bytes), "size")]
+    figures: list[tuple[str, str]] = [(human(row.bytes), "size")]
     if row.bits_per_weight is not None:
-        tiles.append((f"{row.bits_per_weight:.3g}", "bits a weight"))
+        figures.append((f"{row.bits_per_weight:.3g}", "bits a weight"))
     if row.judged is not None:
-        tiles.append(
-            (f"{row.judged:.3g}", "KL divergence, as served" if row.served_kl is not None else "KL divergence")
-        )
+        figures.append((f"{row.judged:.3g}", f"KL divergence{'' if row.served_kl is None else ', as served'}"))
     if row.top1 is not None:
-        tiles.append((f"{row.top1:.1%}", "same first token"))
+        figures.append((f"{row.top1:.1%}", "same first token"))
     if row.perplexity is not None:
-        tiles.append((f"{row.perplexity:.4g}", _against(row.perplexity, content.reference_perplexity)))
-    items = "".join(f"<li><b>{escaped(value)}</b><span>{escaped(words)}</span></li>" for value, words in tiles)
+        reference = content.reference_perplexity
+        loss = f", {row.perplexity / reference - 1:+.1%} on 16 bit" if reference else ""
+        figures.append((f"{row.perplexity:.4g}", f"perplexity{loss}"))
     name = f'<p class="caption">{escaped(row.name)}</p>' if row.name not in content.title else ""
-    return f'<ul class="tiles">{items}</ul>{name}'
-
-
-def _against(perplexity: float, reference: float | None) -> str:
-    return f"perplexity, {perplexity / reference - 1:+.1%} on 16 bit" if reference else "perplexity"
+    return f"{markup.tiles(figures)}{name}"
 
 
 def _sizes(content: Content, figures: Mapping[str, str]) -> str:
@@ -146,7 +142,7 @@ def _outcome(finding: Mapping[str, Any]) -> tuple[str, str]:
 
 def _sensitivity(content: Content, figures: Mapping[str, str]) -> str:
     """Returns the map, and a table of its worst layers with their bits and outliers."""
-    cells = _cells(content.sensitivity)
+    cells = [(block, module, value) for block, row in content.sensitivity.items() for module, value in row.items()]
     if not cells:
         return ""
     total = sum(value for _, _, value in cells)
@@ -155,13 +151,10 @@ def _sensitivity(content: Content, figures: Mapping[str, str]) -> str:
         for words, values, style in (("bits", content.bits, ".3g"), ("outliers", content.outliers, ".1f"))
         if values
     ]
-    lines = [
-        f'<tr><th scope="row">{escaped(module)}</th><td>{escaped(block)}</td><td>{value:.3g}</td>'
-        f"<td>{f'{value / total:.1%}' if total else '–'}</td>"
-        + "".join(f"<td>{_number(values.get(block, {}).get(module), style)}</td>" for _, values, style in extra)
-        + "</tr>"
-        for block, module, value in sorted(cells, key=lambda cell: -cell[2])[:WORST]
-    ]
+    lines = []
+    for block, module, value in sorted(cells, key=lambda cell: -cell[2])[:WORST]:
+        more = [_number(values.get(block, {}).get(module), style) for _, values, style in extra]
+        lines.append(markup.row(module, [block, f"{value:.3g}", f"{value / total:.1%}" if total else "–", *more]))
     columns = ["module", "block", "predicted damage", "share of all", *(words for words, _, _ in extra)]
     worst = table(columns, lines, caption="The most fragile layers, worst first")
     whole = _whole_map(content.sensitivity, "Predicted damage", ".3g")
@@ -177,37 +170,25 @@ def _whole_map(values: BlockMap, words: str, style: str) -> str:
     """Returns every figure of a map, in a folded table."""
     modules = modules_of(values)
     lines = [
-        f'<tr><th scope="row">{escaped(block)}</th>'
-        + "".join(f"<td>{_number(row.get(module), style)}</td>" for module in modules)
-        + "</tr>"
-        for block, row in values.items()
+        markup.row(block, (_number(row.get(module), style) for module in modules)) for block, row in values.items()
     ]
     cells = table(["block", *modules], lines, caption=words)
     return f"<details><summary>All figures of the map</summary>{cells}</details>"
 
 
-def _cells(values: BlockMap) -> list[tuple[str, str, float]]:
-    return [(block, module, value) for block, row in values.items() for module, value in row.items()]
-
-
 def _memory(memory: Memory | None, drawn: str) -> str:
     if memory is None or not drawn:
         return ""
-    sides = [(side, parts) for side, parts in (("predicted", memory.predicted), ("measured", memory.measured)) if parts]
-    names = list(dict.fromkeys(name for _, parts in sides for name in parts))
+    sides = memory.sides
+    names = dict.fromkeys(name for _, parts in sides for name in parts)
     lines = [
-        f'<tr><th scope="row">{escaped(name.replace("_", " "))}</th>'
-        + "".join(f"<td>{human(parts[name]) if name in parts else '–'}</td>" for _, parts in sides)
-        + "</tr>"
+        markup.row(name.replace("_", " "), (human(parts[name]) if name in parts else "–" for _, parts in sides))
         for name in names
     ]
-    totals = "".join(f"<td>{human(sum(parts.values()))}</td>" for _, parts in sides)
-    lines.append(f'<tr class="chosen"><th scope="row">in all</th>{totals}</tr>')
+    lines.append(markup.row("in all", (human(sum(parts.values())) for _, parts in sides), "chosen"))
     if memory.capacity is not None:
-        has = f"capacity of {memory.device}" if memory.device else "capacity"
-        lines.append(
-            f'<tr><th scope="row">{escaped(has)}</th>' + f"<td>{human(memory.capacity)}</td>" * len(sides) + "</tr>"
-        )
+        head = f"capacity of {memory.device}" if memory.device else "capacity"
+        lines.append(markup.row(head, [human(memory.capacity)] * len(sides)))
     return section("Memory", drawn, table(["part", *(side for side, _ in sides)], lines, caption="Memory by part"))
 
 

@@ -141,7 +141,10 @@ def _names(
     ]
     window = axes.get_window_extent()
     frame = (window.x0, window.y0 + 2, window.x1 + 12, window.y1)
-    marks = [_around(at[id(row)], RADIUS + (5 if row is chosen else 4 if row.peer else 2)) for row in rows]
+    marks: list[Box] = []
+    for row in rows:
+        (x, y), reach = at[id(row)], RADIUS + (5 if row is chosen else 4 if row.peer else 2)
+        marks.append((x - reach, y - reach, x + reach, y + reach))
     boxes = place([at[id(row)] for row in order], sizes, frame, marks, _step_boxes([at[id(row)] for row in best]))
     for row, text, box in zip(order, words, boxes, strict=True):
         if box is not None:
@@ -171,10 +174,6 @@ def _name(axes: "Axes", row: FileRow, text: str, point: tuple[float, float], box
         color=light(role_of(row) if chosen or row.peer else "ink"),
         **style,
     )
-
-
-def _around(point: tuple[float, ...], reach: float) -> Box:
-    return point[0] - reach, point[1] - reach, point[0] + reach, point[1] + reach
 
 
 def _step_boxes(corners: Sequence[tuple[float, ...]]) -> list[Box]:

@@ -3,7 +3,6 @@
 Requests to this machine ignore the proxy of the environment, which could not reach it.
 """
 
-import ipaddress
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from quantry.engines.contract.options import is_loopback
 from quantry.errors import QuantryError
 
 CONNECT, READ = 5.0, 600.0  # seconds to reach a server, and between two pieces of an answer: prompts may be long
@@ -91,11 +91,12 @@ class Server:
     """A connection to a server. Requests go to `model`, by default the first one that the server lists."""
 
     def __init__(self, url: str, *, key: str | None = None, model: str | None = None) -> None:
-        self.url = _address(url)
+        self.url = address(url)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             limits = httpx.Timeout(READ, connect=CONNECT)
-            self._client = httpx.Client(timeout=limits, headers=headers, trust_env=not _is_local(self.url))
+            local = is_loopback(urlsplit(self.url).hostname or "")
+            self._client = httpx.Client(timeout=limits, headers=headers, trust_env=not local)
         except (httpx.InvalidURL, UnicodeError, ValueError) as error:
             raise ServerError(f"{self.url} cannot be asked: {error}", fix="check the key and HTTP_PROXY") from error
         self.model = model or self._first_model()
@@ -151,7 +152,7 @@ class Server:
         if reply.status_code in (401, 403):
             raise ServerError(f"{self.url} asks for a key ({reply.status_code})", fix=KEY)
         raise ServerError(
-            f"{self.url} refuses ({reply.status_code}): {_reason(reply.text)}", fix="ask for less, or " + START
+            f"{self.url} refuses ({reply.status_code}): {reason(reply.text)}", fix="ask for less, or " + START
         )
 
 
@@ -166,26 +167,17 @@ def _network_errors(url: str) -> Iterator[None]:
         raise ServerError(f"{url} broke off: {_plain(error)}", fix="see its log; " + START) from error
 
 
-def _address(url: str) -> str:
-    """The URL before the paths of the API: with a scheme, without /v1; raises ServerError if it is no URL."""
+def address(url: str) -> str:
+    """Returns the URL before the paths of the API: with a scheme, without /v1. Raises ServerError if it is not one."""
     whole = url.strip() if "://" in url else f"http://{url.strip()}"
     try:
         parts = urlsplit(whole)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
+    except ValueError:  # a port that is not a number, or too large
         valid = False
-    if not valid or re.search(r"\s", whole):
-        raise ServerError(f"{url[:80]!r} is no address of a server", fix="write it like http://127.0.0.1:8080")
+    if not valid or re.search(r"[\s?#]", whole):
+        raise ServerError(f"{url[:80]!r} is not the address of a server", fix="give one such as http://127.0.0.1:8080")
     return re.sub(r"(/v1)?/*$", "", whole)
-
-
-def _is_local(url: str) -> bool:
-    """True if a server is on this machine."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _event(words: str, failed: bool) -> Mapping[str, Any]:
@@ -196,7 +188,7 @@ def _event(words: str, failed: bool) -> Mapping[str, Any]:
     if not isinstance(event, dict):
         raise ServerError(f"the server sends {words[:60]!r} in a stream", fix="give the URL of an OpenAI API")
     if failed or event.get("error"):
-        raise ServerError(f"the server breaks off: {_reason(words)}", fix="see its log")
+        raise ServerError(f"the server breaks off: {reason(words)}", fix="see its log")
     return event
 
 
@@ -216,8 +208,8 @@ def _count(chunk: Mapping[str, Any]) -> int:
     return int((chunk.get("usage") or {}).get("completion_tokens") or 0)
 
 
-def _reason(words: str) -> str:
-    """The message in an error of the API, or the whole text if it is no such error."""
+def reason(words: str) -> str:
+    """Returns the message in an error of the API, or the whole text if it is no such error."""
     try:
         message = json.loads(words)
         while isinstance(message, dict):

@@ -50,8 +50,3 @@ def contained(
 
     steps = tuple(Step(wrapped(step.argv), step.why) if step.where == HERE else step for step in command.steps)
     return replace(command, argv=wrapped(command.argv, "--name", name), steps=steps)
-
-
-def removal(program: str, name: str) -> tuple[str, ...]:
-    """The command that ends a container whose `docker run` was killed."""
-    return (program, "rm", "--force", name)

@@ -138,12 +138,12 @@ def _library() -> dict[str, Any]:
 
     library = ctypes.CDLL(str(Path(extension.__file__)))
     takes = {PARSE: [c_int, c_void_p, c_void_p, c_int, c_void_p], TELL: [c_int]}
-    for name, types in takes.items():
-        if not hasattr(library, name):
+    functions = {name: getattr(library, name, None) for name in takes}
+    for name, function in functions.items():
+        if function is None:
             raise _other_library("it does not give out its parser")
-        function = getattr(library, name)
-        function.argtypes, function.restype = types, c_bool if name == PARSE else None
-    return {name: getattr(library, name) for name in takes}
+        function.argtypes, function.restype = takes[name], c_bool if name == PARSE else None
+    return functions
 
 
 def _other_library(what: str) -> QuantryError:

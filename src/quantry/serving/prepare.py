@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from quantry.devices.detect import detect
+from quantry.devices.host import physical_cores
 from quantry.engines.contract.adapter import adapter
 from quantry.engines.contract.catalogue import Engine, Outdated, engine_facts
 from quantry.engines.contract.command import HERE, Command, check
@@ -16,7 +17,6 @@ from quantry.engines.contract.options import Options, Serving
 from quantry.errors import QuantryError
 from quantry.models.identity import identity
 from quantry.serving import container
-from quantry.serving.cores import physical_cores
 from quantry.serving.embedded import END
 from quantry.serving.fit import fitted
 from quantry.serving.process import PATIENCE, Launch, Running, check_port, free_port, start
@@ -176,7 +176,7 @@ def _launch(options: Options, model: ServedModel, installed: Installed, serving:
         health=facts.server.health,
         model=name.lower() if facts.server.model_name == "lower" else name,
         context=serving.context,
-        removal=container.removal(container.runtime(), _container(serving)) if options.image else (),
+        removal=(container.runtime(), "rm", "--force", _container(serving)) if options.image else (),
         ends_with_stdin=embedded,
     )
 

@@ -239,7 +239,9 @@ def start(
     with _log(file) as output:
         for step in launch.command.steps:
             _run_step(step, environment, place, file, output, tell)
-        running = Running(launch, _spawn(launch, environment, place, output), file, stream)
+        stdin = subprocess.PIPE if launch.ends_with_stdin else subprocess.DEVNULL
+        process = _popen(launch.command.argv, environment, place, output, stdin)
+        running = Running(launch, process, file, stream)
     try:
         _await(running, patience)
         with file.open("ab") as output:
@@ -365,13 +367,6 @@ def _run_step(
         raise EngineError(
             f"{step.argv[0]} ended with exit code {code} ({step.why}): {words}", fix=f"its log is {file}", log=file
         )
-
-
-def _spawn(
-    launch: Launch, environment: dict[str, str], place: Path | None, output: BinaryIO
-) -> "subprocess.Popen[bytes]":
-    stdin = subprocess.PIPE if launch.ends_with_stdin else subprocess.DEVNULL
-    return _popen(launch.command.argv, environment, place, output, stdin)
 
 
 def _popen(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from quantry import registry
 from quantry.devices import Hardware
-from quantry.engines.contract.catalogue import OwnFormat, engine_facts, engines, known_version, latest, usual
+from quantry.engines.contract.catalogue import OwnFormat, engine_facts, engines, known_version, usual
 from quantry.errors import ConfigError, ModelNotFoundError, QuantryError
 from quantry.models.already_quantized import quantization
 from quantry.models.attention import context_length
@@ -117,7 +117,7 @@ def find_engine(
 
 def in_image(engine: str, hardware: Hardware, wanted: str | None = None) -> Installed:
     """An engine in a container image: of the version that is named, or else the newest that is known."""
-    return Installed(engine, wanted or latest(engine), hardware.device.platform)
+    return Installed(engine, wanted or engine_facts(engine).latest, hardware.device.platform)
 
 
 def _usual(model: ServedModel, python: Path | None) -> str:
@@ -176,12 +176,12 @@ def _program(
 
 def _version_in(text: str, engine: str) -> str:
     """The version that a text names, such as the output of a program; the newest known one if it names none."""
-    facts = engine_facts(engine).installation
-    match = re.search(facts.version_pattern, text)
+    facts = engine_facts(engine)
+    match = re.search(facts.installation.version_pattern, text)
     if match is None:
-        return latest(engine)
+        return facts.latest
     number = next(group for group in match.groups() if group)
-    return known_version(engine, f"{facts.version_prefix}{number}")
+    return known_version(engine, f"{facts.installation.version_prefix}{number}")
 
 
 def _missing(engine: str, hardware: Hardware, problem: str) -> QuantryError:

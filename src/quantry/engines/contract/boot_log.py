@@ -23,21 +23,18 @@ class Facts:
 
 
 def size(number: str, unit: str) -> int:
-    """Bytes of a number with its unit, as logs write them."""
+    """Returns the bytes of a number with its unit, as logs write them."""
     return round(float(number.replace(",", "")) * UNITS[unit.upper()])
 
 
 def last(pattern: str, lines: Iterable[str]) -> re.Match[str] | None:
-    """The last match of a pattern in a log: later lines replace earlier ones."""
+    """Returns the last match of a pattern in a log: later lines replace earlier ones."""
     matches = [match for line in lines if (match := re.search(pattern, line))]
     return matches[-1] if matches else None
 
 
 def until(pattern: str, lines: Iterable[str]) -> list[str]:
-    """A log up to the line that says that it serves: later lines are about requests."""
-    kept = []
-    for line in lines:
-        kept.append(line)
-        if re.search(pattern, line):
-            break
-    return kept
+    """Returns a log up to the line that says that it serves: later lines are about requests."""
+    kept = list(lines)
+    end = next((place for place, line in enumerate(kept) if re.search(pattern, line)), len(kept))
+    return kept[: end + 1]

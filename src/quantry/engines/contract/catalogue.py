@@ -177,7 +177,7 @@ class Measure:
     under: tuple[str, ...] = ()
 
     def between(self, before: Mapping[str, float], after: Mapping[str, float]) -> float | None:
-        """Its value over a time; None where the engine does not have the names, or nothing happened."""
+        """Returns its value over a time; None if the engine does not have the names, or nothing happened."""
         if not all(name in after for name in (*self.over, *self.under)):
             return None
         if not self.under:
@@ -246,53 +246,53 @@ class Engine:
 
     @property
     def latest(self) -> str:
-        """The newest known release that is no candidate."""
+        """The newest known release that is not a candidate."""
         return [release.version for release in self.releases if "rc" not in release.version][-1]
 
     def installed_by(self, platform: str) -> str:
-        """The command that installs it on a platform."""
+        """Returns the command that installs it on a platform."""
         return self.install.get(platform) or self.install.get("any") or f"install {self.name}"
 
 
-def engines() -> dict[str, Engine]:
-    """All engines by name, in alphabetical order."""
-    return dict(_engines())
+@cache
+def engines() -> Mapping[str, Engine]:
+    """Returns all engines by name, in alphabetical order."""
+    known: dict[str, Engine] = {}
+    for plugin in registry.choices(ROOM):
+        file = registry.location(ROOM, plugin).with_suffix(".toml")
+        read = _read(plugin, file)
+        if read.name in known:
+            raise QuantryError(f"two engines are called {read.name} ({file})", fix="remove the package that adds one")
+        known[read.name] = read
+    return dict(sorted(known.items()))
 
 
 def ranked() -> list[Engine]:
-    """All engines in the order of lists."""
-    return sorted(_engines().values(), key=lambda engine: (engine.rank, engine.name))
+    """Returns all engines in the order of lists."""
+    return sorted(engines().values(), key=lambda engine: (engine.rank, engine.name))
 
 
 def engine_facts(name: str) -> Engine:
-    """Returns the engine of a name; raises UnknownNameError with suggestions for an unknown one."""
-    known = _engines()
+    """Returns what is known of an engine. Raises UnknownNameError, with suggestions, for an unknown name."""
+    known = engines()
     if name not in known:
         raise UnknownNameError(f"unknown engine {name!r}", fix=registry.suggest(name, tuple(known)))
     return known[name]
 
 
 def usual(stored: str) -> list[str]:
-    """The usual engines of a model format, the first choice first; all that load it where none claims to be."""
+    """Returns the usual engines of a model format, the best first; all that load it where none claims to be usual."""
     claiming = [engine.name for engine in ranked() if stored in engine.usual_for]
     return claiming or [engine.name for engine in ranked() if stored in engine.formats]
 
 
 def verifying() -> dict[str, VerifyFacts]:
-    """The engines that `quantry verify` scores in, in the order of lists."""
+    """Returns the engines that `quantry verify` scores in, in the order of lists."""
     return {engine.name: engine.verify for engine in ranked() if engine.verify is not None}
 
 
-def latest(name: str) -> str:
-    """The newest known release of an engine."""
-    return engine_facts(name).latest
-
-
 def known_version(name: str, version: str | None) -> str:
-    """Returns `version`, or the newest for None; newer versions than the newest known one count as that.
-
-    Raises UnknownNameError for a version before the oldest known one.
-    """
+    """Returns `version`, or the newest for None. Raises UnknownNameError for one before the oldest known version."""
     known = engine_facts(name)
     if version is None:
         return known.latest
@@ -306,13 +306,13 @@ def known_version(name: str, version: str | None) -> str:
 
 
 def flags(name: str, version: str | None = None) -> dict[str, Flag]:
-    """The flags that a version of an engine takes, by name; values of flags are under "--flag value"."""
+    """Returns the flags that a version of an engine takes, by name; values of flags are under "--flag value"."""
     version = known_version(name, version)
     return {flag.words: flag for flag in engine_facts(name).flags if flag.holds_in(version)}
 
 
 def removed(name: str, version: str | None = None) -> dict[str, Flag]:
-    """The flags that a version of an engine takes no longer or not yet, with their replacements."""
+    """Returns the flags that a version of an engine takes no longer or not yet, with their replacements."""
     version = known_version(name, version)
     taken = flags(name, version)
     return {
@@ -323,7 +323,7 @@ def removed(name: str, version: str | None = None) -> dict[str, Flag]:
 
 
 def version_key(version: str) -> tuple[int, ...]:
-    """The numbers of a version, to compare: 0.32 and 0.32.0 are equal, b10605 is 10605."""
+    """Returns the numbers of a version, to compare: 0.32 and 0.32.0 are equal, b10605 is 10605."""
     numbers = [int(digits[:9]) for digits in re.findall(r"\d+", version)]
     while len(numbers) > 1 and numbers[-1] == 0:
         numbers.pop()
@@ -336,18 +336,6 @@ def _within(version: str, since: str | None, until: str | None) -> bool:
 
 
 # ---- reading ----
-
-
-@cache
-def _engines() -> dict[str, Engine]:
-    known: dict[str, Engine] = {}
-    for plugin in registry.choices(ROOM):
-        file = registry.location(ROOM, plugin).with_suffix(".toml")
-        read = _read(plugin, file)
-        if read.name in known:
-            raise QuantryError(f"two engines are called {read.name} ({file})", fix="remove the package that adds one")
-        known[read.name] = read
-    return dict(sorted(known.items()))
 
 
 def _read(plugin: str, file: Path) -> Engine:
@@ -388,7 +376,7 @@ def _plan(table: Mapping[str, Any]) -> PlanFacts:
 
 
 def _flags(row: Mapping[str, Any]) -> list[Flag]:
-    """One flag a name and value: rows may list several that share the rest."""
+    """Returns a flag for each name and value of a row; they share the rest."""
     names = row.get("names") or [row["name"]]
     values = row.get("values") or [row.get("value")]
     rest = {key: value for key, value in _plain(row).items() if key not in ("name", "names", "value", "values")}
@@ -396,7 +384,7 @@ def _flags(row: Mapping[str, Any]) -> list[Flag]:
 
 
 def _plain(value: Any) -> Any:
-    """Lists as tuples and dates as text, in a table and in a value of it."""
+    """Turns lists into tuples and dates into text, in a value and in the values of a table."""
     if isinstance(value, Mapping):
         return {
             key: str(item) if key == "date" else tuple(item) if isinstance(item, list) else item

@@ -15,6 +15,10 @@ from quantry.errors import RecipeError, UnknownNameError
 
 HERE, HEAD, WORKER = "here", "head", "worker"  # where a step is run
 PORTS = range(1, 65536)
+COUNTS = (
+    "context", "parallel", "batch_tokens", "draft_tokens", "threads", "cache_gib", "tensor_parallel",
+    "pipeline_parallel", "replicas", "nodes",
+)  # fmt: skip
 THREADS = "OMP_NUM_THREADS="  # of OpenMP, in every engine that computes with it
 HIDDEN = "***"  # stands for a secret wherever a command is shown
 
@@ -54,7 +58,7 @@ class Command:
     secrets: frozenset[str] = field(default=frozenset(), repr=False)  # values that are never shown
 
     def shown(self) -> list[str]:
-        """One command line that does the same, as words; secrets are hidden, steps elsewhere are left out."""
+        """Returns one command line that does the same, as words; hides secrets, leaves out steps elsewhere."""
         env = [f"{name}={self._shown(value)}" for name, value in self.env.items()]
         argv = [self._shown(word) for word in self.argv]
         first = [
@@ -77,19 +81,19 @@ class Command:
 
 
 def maybe(name: str, value: object, why: str) -> list[Setting]:
-    """A setting, unless its value is None and so left to the engine."""
+    """Returns a setting, unless its value is None and so left to the engine."""
     return [] if value is None else [Setting(name, value, why)]
 
 
 def switch(on: bool | None, name: str, why: str, off: str | None = None, why_off: str = "") -> list[Setting]:
-    """A flag without a value for True, its opposite (if it has one) for False, nothing for None."""
+    """Returns a flag without a value for True, its opposite (if it has one) for False, nothing for None."""
     if on:
         return [Setting(name, None, why)]
     return [Setting(off, None, why_off)] if on is False and off else []
 
 
 def several(name: str, number: int, why: str) -> list[Setting]:
-    """A setting, unless its number is 1."""
+    """Returns a setting, unless its number is 1."""
     return [Setting(name, number, why)] if number > 1 else []
 
 
@@ -99,7 +103,7 @@ def several(name: str, number: int, why: str) -> list[Setting]:
 def started_by(
     program: Sequence[str], serving: Serving, settings: Sequence[Setting], steps: Sequence[Step] = ()
 ) -> Command:
-    """The command of a program: its settings as words and as environment, with the key hidden."""
+    """Returns the command of a program: its settings as words and as environment, with the key hidden."""
     return Command(
         argv=(*program, *checked(serving, settings)),
         env=environment(settings),
@@ -109,7 +113,7 @@ def started_by(
 
 
 def checked(serving: Serving, settings: Sequence[Setting]) -> list[str]:
-    """Flags and values as words, and the user's own at the end; raises UnknownNameError for what the version lacks."""
+    """Returns flags and values as words, the user's own last. Raises UnknownNameError if the version lacks one."""
     known = flags(serving.engine, serving.version)
     for setting in settings:
         _check_flag(serving, setting, known)
@@ -118,12 +122,12 @@ def checked(serving: Serving, settings: Sequence[Setting]) -> list[str]:
 
 
 def environment(settings: Sequence[Setting]) -> dict[str, str]:
-    """The settings that are environment variables."""
+    """Returns the settings that are environment variables."""
     return {setting.name[:-1]: str(setting.value) for setting in settings if setting.name.endswith("=")}
 
 
 def explained(serving: Serving, settings: Sequence[Setting]) -> list[tuple[str, str]]:
-    """Rows of words and reasons; a key is not shown."""
+    """Returns rows of words and reasons; a key is not shown."""
     rows = [(_shown(serving, setting), setting.why) for setting in settings]
     return [*rows, (shlex.join(serving.extra), "given for the engine itself")] if serving.extra else rows
 
@@ -144,10 +148,11 @@ def check(serving: Serving) -> None:
         )
     if serving.port is not None and serving.port not in PORTS:
         raise RecipeError(f"port {serving.port} is not one of 1 to 65535", fix="leave --port out for the usual one")
-    for name in ("context", "parallel", "batch_tokens", "draft_tokens", "threads", "cache_gib"):
-        _check_count(serving, name)
-    for name in ("tensor_parallel", "pipeline_parallel", "replicas", "nodes"):
-        _check_count(serving, name)
+    for name in COUNTS:
+        value = getattr(serving, name)
+        if value is not None and value < 1:
+            problem = f"{name.replace('_', ' ')} is {value}, and must be 1 or more"
+            raise RecipeError(problem, fix="give a positive number")
     if serving.draft_tokens is not None and serving.speculative is None:
         raise RecipeError(
             f"{serving.draft_tokens} draft tokens, and nothing that drafts", fix="give --draft or --lookup"
@@ -167,12 +172,6 @@ def refuse(serving: Serving, **unknown: str) -> None:
             raise RecipeError(f"{serving.engine} {serving.version} has no {name.replace('_', ' ')}{shown}", fix=fix)
 
 
-def _check_count(serving: Serving, name: str) -> None:
-    value = getattr(serving, name)
-    if value is not None and value < 1:
-        raise RecipeError(f"{name.replace('_', ' ')} is {value}, and must be 1 or more", fix="give a positive number")
-
-
 def _check_flag(serving: Serving, setting: Setting, known: Mapping[str, object]) -> None:
     name, value = setting.name.removesuffix("="), setting.value
     if name not in known and setting.name != THREADS:
@@ -185,16 +184,14 @@ def _check_flag(serving: Serving, setting: Setting, known: Mapping[str, object])
 
 
 def _given(serving: Serving) -> tuple[str, ...]:
-    """The user's own words; engines have more flags than the data, so only those known to be gone are refused."""
+    """Returns the user's own words; engines have more flags than the data: only those known to be gone are refused."""
     gone = removed(serving.engine, serving.version)
     for word, after in pairwise((*serving.extra, "")):
         name, _, value = word.partition("=")
         old = gone.get(name) or gone.get(f"{name} {value or after}")
         if old is not None:
-            shown = f"{old.name} {old.value}" if old.value else old.name
-            raise UnknownNameError(
-                f"{serving.engine} {serving.version} has no {shown}", fix=f"use {old.replacement or 'another version'}"
-            )
+            fix = f"use {old.replacement or 'another version'}"
+            raise UnknownNameError(f"{serving.engine} {serving.version} has no {old.words}", fix=fix)
     return serving.extra
 
 

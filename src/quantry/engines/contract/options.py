@@ -87,7 +87,7 @@ class Serving(Options):
     @property
     def open_to_others(self) -> bool:
         """True if other machines can reach it."""
-        return not _is_loopback(self.host)
+        return not is_loopback(self.host)
 
     @property
     def listening_port(self) -> int:
@@ -95,10 +95,9 @@ class Serving(Options):
         return self.port or engine_facts(self.engine).server.port
 
 
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
+def is_loopback(host: str) -> bool:
+    """Returns True if only this machine reaches an address."""
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False

@@ -44,7 +44,7 @@ def least(tables: Sequence[Table], budget: int) -> tuple[list[int], float]:
     bound = whole.bound()
     if bound < whole.damage(best) * (1 - TOLERANCE):
         best, bound = _searched(whole, best)
-    return [places[one] for places, one in zip(useful, best, strict=True)], bound
+    return [places[index] for places, index in zip(useful, best, strict=True)], bound
 
 
 def _useful(table: Table) -> list[int]:
@@ -61,9 +61,9 @@ def _searched(whole: "Problem", best: list[int]) -> tuple[list[int], float]:
     places, floor = whole.core(whole.damage(best))
     tables = [[table[place] for place in inside] for table, inside in zip(whole.tables, places, strict=True)]
     search = Search(Problem(tables, whole.budget), whole.damage(best), floor)
-    found = search.run()
-    if found is not None:
-        chosen = whole.filled([inside[one] for inside, one in zip(places, found, strict=True)])
+    better = search.run()
+    if better is not None:
+        chosen = whole.filled([inside[index] for inside, index in zip(places, better, strict=True)])
         best = min(best, chosen, key=whole.damage)
     return best, max(search.floor, whole.bound())
 
@@ -135,7 +135,7 @@ class Problem:
             gains = np.where(size - size[now][owner] <= left, damage[now][owner] - damage, 0.0)
             chosen = int(gains.argmax())
             if gains[chosen] <= 0:
-                return [int(one) for one in now - first]
+                return [int(place) for place in now - first]
             left -= int(size[chosen] - size[now[owner[chosen]]])
             now[owner[chosen]] = chosen
 
@@ -227,7 +227,7 @@ class Search:
         self.decided = level[problem.owner]  # the level that decides a step
         self.behind = _sums_behind([problem.tables[number][0] for number in self.order])
         self.levels: list[States] = []
-        self.found: tuple[int, int, int, int] | None = None  # of the best: level, parent, place, and steps that follow
+        self.best_state: tuple[int, int, int, int] | None = None  # level, parent, place, and the steps that follow
 
     def run(self) -> list[int] | None:
         """Returns the best choice, None if none is better than the known one."""
@@ -243,7 +243,7 @@ class Search:
             if not len(states):
                 break
         self.floor = min(self.floor, self.best)
-        return self._choice() if self.found else None
+        return self._choice() if self.best_state else None
 
     def _most_states(self) -> int:
         """Returns the states per level that keep all levels together within WORK."""
@@ -261,10 +261,10 @@ class Search:
             return
         steps = rest.curve.whole(self.problem.budget - rest.size - states.size)
         damage = states.damage + rest.damage - rest.curve.gain[steps]
-        one = int(damage.argmin())
-        if damage[one] < self.best:
-            self.best = float(damage[one])
-            self.found = (level, int(states.parent[one]), int(states.place[one]), int(steps[one]))
+        least = int(damage.argmin())
+        if damage[least] < self.best:
+            self.best = float(damage[least])
+            self.best_state = (level, int(states.parent[least]), int(states.place[least]), int(steps[least]))
 
     def _worth(self, states: States, rest: Rest, most: int) -> States:
         """Returns at most `most` states that may lead to something better; records the bounds of all others."""
@@ -277,8 +277,8 @@ class Search:
 
     def _choice(self) -> list[int]:
         """Returns the best choice: that of its state, traced from child to parent, and the steps that follow."""
-        assert self.found is not None
-        level, parent, place, steps = self.found
+        assert self.best_state is not None
+        level, parent, place, steps = self.best_state
         places = [0] * len(self.tables)
         for step in np.flatnonzero(self.decided > level)[:steps]:
             places[self.problem.owner[step]] = int(self.problem.target[step])

@@ -134,19 +134,14 @@ def _measured(
 ) -> tuple[tuple[Level, ...], str]:
     """Measures all levels with a running guidellm, or with one that it starts; returns its version too."""
     with TemporaryDirectory(prefix="quantry-tokenizer-") as spare:
-        counted_with = _tokenizer(server, tokenizer, load, Path(spare))
+        counted_with = None
+        if tokenizer is not None or load.dataset is None:  # prompts of a data set have their own lengths
+            counted_with = endpoint.tokenizer(server, None if tokenizer is None else str(tokenizer), Path(spare))
         server.ask(chat=load.chat, patience=load.timeout)
         offline = not load.is_on_hub and (counted_with is None or Path(counted_with).is_dir())
         started = guidellm_process.started
         with started(guidellm, offline=offline) if isinstance(guidellm, Path) else nullcontext(guidellm) as running:
             return tuple(_levels(running, server, load, counted_with, profiles, progress)), running.version
-
-
-def _tokenizer(server: Endpoint, tokenizer: str | Path | None, load: Load, spare: Path) -> str | None:
-    """Returns the tokenizer that lengths are counted with; prompts of a data set have their own lengths."""
-    if load.dataset is not None and tokenizer is None:
-        return None
-    return endpoint.tokenizer(server, None if tokenizer is None else str(tokenizer), spare)
 
 
 def _levels(

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from quantry.jobs.load.results import Level, Spread
+from quantry.jobs.load.results import Level
 from quantry.jobs.load.slo import SloFinding
 from quantry.jobs.load.switches import ARTEFACT, KV, PREFIX, SPECULATION, Change
 
@@ -124,12 +124,15 @@ def choose(trials: Sequence[Trial], runs: Sequence[Trial]) -> Recommendation:
     """Recommends one of the judged trials; `runs` are those of the default."""
     bar = max(LEAST, noise(runs))
     qualified = [trial for trial in trials if trial.level and not trial.objection]
+    notes = tuple(_notes(trials, runs))
     if not qualified:
-        return Recommendation(tuple(trials), None, _none(trials), tuple(_notes(trials, runs)))
+        fastest = max(trials, key=lambda trial: (trial.level is not None, trial.speed))
+        why = f"no setting keeps the limits; the fastest, {fastest.name}: {fastest.objection}"
+        return Recommendation(tuple(trials), None, why, notes)
     best = max(qualified, key=lambda trial: trial.speed)
     close = [trial for trial in qualified if trial.speed * (1 + bar) >= best.speed]
     chosen = min(close, key=lambda trial: (len(trial.changes), -trial.speed))
-    return Recommendation(tuple(trials), chosen.name, _why(chosen, best, bar), tuple(_notes(trials, runs)))
+    return Recommendation(tuple(trials), chosen.name, _why(chosen, best, bar), notes)
 
 
 def _judged(trial: Trial, usual: float, failed: float) -> Trial:
@@ -140,13 +143,8 @@ def _judged(trial: Trial, usual: float, failed: float) -> Trial:
 
 
 def _objection(trial: Trial, level: Level, usual_error_rate: float) -> str:
-    return _unchecked(trial) or _failing(level, usual_error_rate) or _broken(trial)
-
-
-def _failing(level: Level, usual: float) -> str:
-    if level.error_rate <= usual:
-        return ""
-    return f"{level.errors} of {level.errors + level.completed} requests failed: {level.problem}"
+    failed = f"{level.errors} of {level.errors + level.completed} requests failed: {level.problem}"
+    return _unchecked(trial) or (failed if level.error_rate > usual_error_rate else "") or _broken(trial)
 
 
 def _broken(trial: Trial) -> str:
@@ -204,23 +202,14 @@ def _low_acceptance(acceptance: float | None) -> str:
 def _why(chosen: Trial, best: Trial, bar: float) -> str:
     assert chosen.level
     figures = f"{chosen.speed:.1f} tokens a second"
-    times = [f"{words} {spread.p95:.4g} ms" for words, spread in _times(chosen.level)]
+    named = (("the first token", chosen.level.ttft), ("each token after", chosen.level.tpot))
+    times = [f"{words} {spread.p95:.4g} ms" for words, spread in named if spread]
     shown = f"{figures}, p95 of {' and '.join(times)}" if times else figures
     if chosen.gain is None or not chosen.changes:
         if best is chosen:
             return f"no change is faster than the default: {shown}"
         return f"no change is faster by more than {bar:.0%}, which two runs can differ by: {shown}"
     return f"{chosen.gain:+.0%} against the default: {shown}"
-
-
-def _times(level: Level) -> list[tuple[str, Spread]]:
-    named = (("the first token", level.ttft), ("each token after", level.tpot))
-    return [(words, spread) for words, spread in named if spread]
-
-
-def _none(trials: Sequence[Trial]) -> str:
-    best = max(trials, key=lambda trial: (trial.level is not None, trial.speed))
-    return f"no setting keeps the limits; the fastest, {best.name}: {best.objection}"
 
 
 def _notes(trials: Sequence[Trial], runs: Sequence[Trial]) -> list[str]:

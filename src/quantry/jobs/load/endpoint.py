@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
@@ -17,6 +16,7 @@ from quantry.errors import QuantryError
 from quantry.models import gguf
 from quantry.models.files import LocalFiles
 from quantry.registry import suggest
+from quantry.serving.client import address, reason
 
 HUB = re.compile(r"[\w.-]+/[\w.-]+")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -50,7 +50,7 @@ def find(url: str, model: str | None, key: str | None) -> Endpoint:
 
     Raises QuantryError if it cannot be reached, needs a key, or does not serve the model.
     """
-    root = _root(url)
+    root = address(url)
     answer = _request(root, key, "GET", "/v1/models", ANSWER)
     if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
         raise QuantryError(
@@ -106,17 +106,6 @@ def _from_gguf(file: Path, spare: Path) -> str:
     return str(spare)
 
 
-def _root(url: str) -> str:
-    parts = urlsplit(url if "://" in url else f"http://{url}")
-    try:
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is not a number, or too large
-        valid = False
-    if not valid or parts.query or parts.fragment:
-        raise QuantryError(f"{url!r} is not the address of a server", fix="give one such as http://127.0.0.1:8080")
-    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}".rstrip("/")
-
-
 def _request(root: str, key: str | None, method: str, path: str, patience: float, **body: Any) -> httpx.Response:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
@@ -158,11 +147,4 @@ def _places(root: str, key: str | None, row: dict[str, Any]) -> Iterator[str]:
 
 
 def _message(answer: httpx.Response) -> str:
-    """Returns the server's error message, in whatever form it sends it."""
-    try:
-        content = answer.json()
-        error = content.get("error", content) if isinstance(content, dict) else content
-        message = error.get("message", error) if isinstance(error, dict) else error
-    except ValueError:
-        message = answer.text
-    return " ".join(str(message).split())[:200] or "nothing"
+    return reason(answer.text) or "nothing"

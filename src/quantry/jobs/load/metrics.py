@@ -14,7 +14,7 @@ from typing import Self
 
 import httpx
 
-from quantry.engines.contract.catalogue import Measure, Metrics, engines
+from quantry.engines.contract.catalogue import Measure, engines
 
 EVERY = 0.5  # seconds between two readings of the page
 TIMEOUT = 5.0  # seconds for the page
@@ -52,8 +52,8 @@ def parse(text: str) -> dict[str, float]:
 def which(page: Page) -> str | None:
     """Returns the engine that a page is of; None if no engine is known to have its names."""
     for name, engine in engines().items():
-        measures = _measures(engine.metrics) if engine.metrics else ()
-        if any(part in page for measure in measures for part in (*measure.over, *measure.under)):
+        measures = [getattr(engine.metrics, figure) for figure in FIGURES] if engine.metrics else []
+        if any(part in page for measure in measures if measure for part in (*measure.over, *measure.under)):
             return name
     return None
 
@@ -112,7 +112,3 @@ class Watch:
         except httpx.HTTPError:
             return {}
         return parse(answer.text) if answer.status_code == httpx.codes.OK else {}
-
-
-def _measures(metrics: Metrics) -> list[Measure]:
-    return [measure for name in FIGURES if (measure := getattr(metrics, name)) is not None]

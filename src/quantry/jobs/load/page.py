@@ -7,7 +7,7 @@ from quantry.jobs.load.bench import Bench
 from quantry.jobs.load.results import Level, Spread
 from quantry.report.drawing import NARROW, SMALL, WIDE, Plot, one_axes, spare
 from quantry.report.ink import light, settings
-from quantry.report.markup import bullets, document, escaped, figure, nested, section, table
+from quantry.report.markup import bullets, document, escaped, figure, nested, row, section, table, tiles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,24 +35,23 @@ def _head(result: Bench) -> str:
     badge = {"pass": "keeps the limits", "fail": "does not keep the limits"}.get(result.verdict)
     shown = f'<p><span class="badge {result.verdict}">{badge}</span></p>' if badge else ""
     best = next((level for level in result.levels if level.name == result.best), None)
-    tiles = _tiles(best, bool(result.slo)) if best else ""
+    figures = _tiles(best, bool(result.slo)) if best else ""
     return (
         f"<header>\n<h1>{escaped(result.model)} under load</h1>\n"
         f'<p class="under">{escaped(result.url)} · {escaped(result.date)}</p>\n'
-        f"{shown}{tiles}\n</header>"
+        f"{shown}{figures}\n</header>"
     )
 
 
 def _tiles(best: Level, limited: bool) -> str:
-    rows = [
+    figures = [
         (f"{best.output_tokens_per_second:.4g}", "tokens a second"),
         (f"{best.requests_per_second:.3g}", "requests a second"),
         (_ms(best.ttft, "p95"), "first token, p95"),
         (_ms(best.tpot, "p95"), "each token after, p95"),
     ]
-    tiles = "".join(f"<li><b>{escaped(value)}</b><span>{escaped(words)}</span></li>" for value, words in rows)
     kept = " that keeps the limits" if limited else ""
-    return f'<ul class="tiles">{tiles}</ul><p class="caption">{escaped(best.name)}: the fastest level{kept}</p>'
+    return f'{tiles(figures)}<p class="caption">{escaped(best.name)}: the fastest level{kept}</p>'
 
 
 def _levels(result: Bench) -> str:
@@ -60,17 +59,8 @@ def _levels(result: Bench) -> str:
         "level", "answered", "errors", "unfinished", "requests/s", "tokens/s", "TTFT p50", "p95", "p99",
         "per token p50", "p95", "p99", "latency p50", "p95", "p99", "prompt tokens", "answer tokens", "at once",
     ]  # fmt: skip
-    lines = [
-        f'<tr{_class(level, result)}><th scope="row">{escaped(level.name)}</th>'
-        + "".join(f"<td>{escaped(cell)}</td>" for cell in _cells(level))
-        + "</tr>"
-        for level in result.levels
-    ]
+    lines = [row(level.name, _cells(level), "chosen" * (level.name == result.best)) for level in result.levels]
     return table(columns, lines, caption="Every level")
-
-
-def _class(level: Level, result: Bench) -> str:
-    return ' class="chosen"' if level.name == result.best else ""
 
 
 def _cells(level: Level) -> list[str]:
@@ -104,12 +94,7 @@ def _engine(levels: Sequence[Level]) -> str:
     }
     if not reported:
         return ""
-    lines = [
-        f'<tr><th scope="row">{escaped(level.name)}</th>'
-        + "".join(f"<td>{_engine_figure(level, name)}</td>" for name in reported)
-        + "</tr>"
-        for level in levels
-    ]
+    lines = [row(level.name, (_engine_figure(level, name) for name in reported)) for level in levels]
     return table(["level", *reported.values()], lines, caption="From the engine's own metrics")
 
 

@@ -8,8 +8,7 @@ refused is refused before anything is written.
 | file | holds |
 |---|---|
 | run.py | `run`: the steps in their order |
-| options.py | what can be asked of a run |
-| plan.py | the candidate, the engine and the fallbacks, before anything is written |
+| plan.py | the options, the candidate, the engine and the fallbacks, before anything is written |
 | steps.py | each step, and what it leaves in run.json |
 | server.py | the server as planned, its first answer and its memory |
 | result.py | what `run` returns |

@@ -5,8 +5,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from quantry.jobs.run.options import DeclinedError, RunOptions
-from quantry.jobs.run.plan import plan_run
+from quantry.jobs.run.plan import DeclinedError, RunOptions, plan_run
 from quantry.jobs.run.result import Run, RunStep
 from quantry.jobs.run.steps import RunSteps, Showing
 

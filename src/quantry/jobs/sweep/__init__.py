@@ -12,7 +12,6 @@ job starts.
 | sweep.py | `sweep`: the loop |
 | specs.py | presets with options, as users write them |
 | plan.py | the jobs of a sweep, and all checks before the first one |
-| state.py | what is made and measured so far; sweep.json |
+| state.py | what is made and measured so far, in sweep.json; what is shown meanwhile |
 | table.py | the rows, the frontier, the report |
-| progress.py | what is shown meanwhile |
 """

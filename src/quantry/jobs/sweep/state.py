@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,46 @@ from quantry.jobs import artefact_report
 from quantry.jobs.output_folder import damaged, read_artefact
 from quantry.jobs.quantize import quantize
 from quantry.jobs.sweep.plan import SweepJob, SweepPlan
-from quantry.jobs.sweep.progress import JobProgress
 from quantry.jobs.sweep.table import Outcome, Sweep, mark_frontier
 from quantry.models.anatomy import dissect
 from quantry.models.identity import identity
 from quantry.models.reader import open_checkpoint
 from quantry.proof.verify import verify
-from quantry.types import Proof
+from quantry.types import Progress, Proof
 
 FIGURES = tuple(name for key in ("kl", "served_kl", "top1", "perplexity") for name in (key, f"{key}_interval"))
 COMMON = ("reference_perplexity", "noise_floor")  # equal in all proofs of a sweep
 SIZES = ("format", "bytes", "bits_per_weight")
+
+
+class JobProgress:
+    """Reports one job of a sweep: its number, its name, and how far it is."""
+
+    def __init__(
+        self, announce: Callable[[str], None] | None, progress: Progress | None, number: int, count: int, name: str
+    ) -> None:
+        self._announce, self._progress, self._number, self._count = announce, progress, number, count
+        self._name = name
+        self.announce("")
+
+    def announce(self, words: str) -> None:
+        if self._announce:
+            self._announce(f"{self._number + 1} of {self._count}: {self._name} {words}".rstrip())
+
+    def of(self, step: str) -> Progress | None:
+        """Returns a progress function for a step of the job, which shows its share."""
+        report = self._progress
+        if report is None:
+            return None
+        return lambda done, total, label: report(
+            self._number, self._count, f"{self._name}: {step}, {done / total if total else 0:.0%}, {label}"
+        )
+
+    def end(self, row: Outcome) -> None:
+        if row.problem:
+            self.announce(f"is left out: {row.problem}")
+        if self._progress:
+            self._progress(self._number + 1, self._count, self._name)
 
 
 class SweepState:
@@ -124,8 +153,13 @@ class SweepState:
 
     def provenance(self) -> dict[str, Any]:
         """Returns the request of each artefact, and the hashes of its files."""
-        made = [job for job in self._plan.jobs if not job.peer and "made" in self._records[job.name]]
-        return {job.name: {"asked": dict(job.request), "files": _hashes(Path(job.target))} for job in made}
+        provenance = {}
+        for job in self._plan.jobs:
+            if not job.peer and "made" in self._records[job.name]:
+                files = read_artefact(Path(job.target))["files"]
+                hashes = {name: file["sha256"] for name, file in files.items()}
+                provenance[job.name] = {"asked": dict(job.request), "files": hashes}
+        return provenance
 
     def write(self, result: Sweep) -> None:
         """Writes sweep.json: the table so far and the records; no paths of this machine."""
@@ -150,10 +184,6 @@ def _digest(artefact: Path) -> str:
     except KeyError as error:
         raise damaged(artefact) from error
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def _hashes(artefact: Path) -> dict[str, str]:
-    return {name: file["sha256"] for name, file in read_artefact(artefact)["files"].items()}
 
 
 def _kept_proof(proof: Proof) -> dict[str, Any]:

@@ -6,9 +6,8 @@ from pathlib import Path
 from quantry.errors import HubError, OutputError, QuantryError
 from quantry.jobs import artefact_report
 from quantry.jobs.sweep.plan import Measurement, plan_sweep
-from quantry.jobs.sweep.progress import JobProgress
 from quantry.jobs.sweep.specs import read_specs
-from quantry.jobs.sweep.state import SweepState
+from quantry.jobs.sweep.state import JobProgress, SweepState
 from quantry.jobs.sweep.table import Sweep, report_content
 from quantry.types import Progress
 

@@ -12,7 +12,7 @@ memory:
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -75,7 +75,12 @@ def layers_of(config: Mapping[str, Any], sliding: bool = True) -> tuple[CachedLa
         CachedLayer(kind, state=states[kind]) if kind == "recurrent" else kind and _attention(text, kind, index)
         for index, kind in enumerate(layer_kinds(text))
     )
-    return tuple(layer if sliding or layer is None else _without_window(layer) for layer in layers)
+    return tuple(
+        CachedLayer("full", layer.heads, layer.key, layer.value)
+        if layer and layer.kind == "sliding" and not sliding
+        else layer
+        for layer in layers
+    )
 
 
 def _attention(text: Mapping[str, Any], kind: LayerKind, index: int) -> CachedLayer:
@@ -90,10 +95,6 @@ def _attention(text: Mapping[str, Any], kind: LayerKind, index: int) -> CachedLa
     else:
         window = text.get("sliding_window") or text.get("attention_chunk_size")
     return CachedLayer(kind, heads, size, text.get("v_head_dim") or size, window)
-
-
-def _without_window(layer: CachedLayer) -> CachedLayer:
-    return CachedLayer("full", layer.heads, layer.key, layer.value) if layer.kind == "sliding" else layer
 
 
 def _at(value: Any, index: int) -> int:
@@ -155,22 +156,14 @@ def _blocks(layers: Sequence[CachedLayer], block: int, dtype: CacheType, load: S
     counts = Counter(layers)
     pages = [_page(layer, tokens, dtype, load) for layer in counts]
     size = 1
-    if not _one_type(counts):
-        pages, size = _unified(pages, load), _group_size(counts.values())
+    if len({(layer.kind == "recurrent", layer.window) for layer in counts}) > 1:  # for other numbers of tokens
+        pages = _unified(pages, load)
+        least, most = min(counts.values()), max(counts.values())
+        size = most if most < least * 1.5 else least  # the rarest layers, unless padding to the commonest wastes little
     kinds: Counter[LayerKind] = Counter()
     for page, count in zip(pages, counts.values(), strict=True):
         kinds[page.layer.kind] += size * ceil(count / size) * page.bytes * page.needed * load.count
     return kinds
-
-
-def _one_type(layers: Collection[CachedLayer]) -> bool:
-    """Returns True if all layers need the same number of tokens: then each keeps pages of its own size."""
-    return len({(layer.kind == "recurrent", layer.window) for layer in layers}) == 1
-
-
-def _group_size(counts: Collection[int]) -> int:
-    """Returns the layers of a group: the count of the rarest kind, or of the commonest if padding wastes under half."""
-    return max(counts) if max(counts) < min(counts) * 1.5 else min(counts)
 
 
 def _page(layer: CachedLayer, block: int, dtype: CacheType, load: Sequences) -> Page:

@@ -125,16 +125,10 @@ def stored(checkpoint: Checkpoint, recipe: Recipe | None, keep_odd: bool = False
     else:
         weights, dtype = _divided(sample.checkpoint, recipe, blocks, keep_odd)
     inside, outside = _by_block(weights, blocks, sample)
-    tied = not _has(checkpoint, "output.weight") if checkpoint.format == GGUF else _ties(checkpoint)
+    tied = bool(checkpoint.config.get("tie_word_embeddings"))
+    if checkpoint.format == GGUF:
+        tied = all(tensor.name != "output.weight" for tensor in checkpoint.tensors)
     return Stored(recipe.format if recipe else checkpoint.format, dtype, outside, inside, tied)
-
-
-def _ties(checkpoint: Checkpoint) -> bool:
-    return bool(checkpoint.config.get("tie_word_embeddings"))
-
-
-def _has(checkpoint: Checkpoint, name: str) -> bool:
-    return any(tensor.name == name for tensor in checkpoint.tensors)
 
 
 def _divided(checkpoint: Checkpoint, recipe: Recipe, blocks: int, keep_odd: bool) -> tuple[list[Weight], str]:

@@ -48,17 +48,13 @@ def factors_for(engine: str, device: Device) -> Factors:
 
     Raises UnknownNameError for an unknown engine, QuantryError if the engine's speed is not known on such devices.
     """
-    like = engine_facts(engine).like
-    rows = [row for row in all_factors() if row.engine == engine] or [
-        row for row in all_factors() if row.engine == like
-    ]
+    own, like = ([row for row in all_factors() if row.engine == name] for name in (engine, engine_facts(engine).like))
     for wanted in (device.family, device.kind):
-        for row in rows:
+        for row in own or like:
             if wanted in row.families:
                 return row
-    raise QuantryError(
-        f"nothing is known of the speed of {engine} on {device.name}", fix="choose another engine or device"
-    )
+    fix = "choose another engine or device"
+    raise QuantryError(f"nothing is known of the speed of {engine} on {device.name}", fix=fix)
 
 
 @cache

@@ -219,8 +219,9 @@ def _listen(process: "subprocess.Popen[str]", listener: _Listener, patience: flo
                 ) from None
     if listener.error:
         raise listener.error
-    if process.returncode:
-        raise listener.failure(f"{_ending(process.returncode)}: {listener.last_line()}")
+    if code := process.returncode:
+        ending = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        raise listener.failure(f"{ending}: {listener.last_line()}")
 
 
 def _pass_on(stream: IO[str], lines: "queue.Queue[str]") -> None:
@@ -228,7 +229,3 @@ def _pass_on(stream: IO[str], lines: "queue.Queue[str]") -> None:
     with stream:
         for line in stream:
             lines.put(line)
-
-
-def _ending(code: int) -> str:
-    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

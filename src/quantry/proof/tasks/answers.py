@@ -119,7 +119,8 @@ class TorchAnswers(Answers):
         self.batch = batch
         self._ends = sorted({*ends, *_ends(self._module, tokenizer)})
         self._can_cut_logits = "logits_to_keep" in signature(self._module.forward).parameters
-        self.context = context or min(CONTEXT, _positions(self._module))
+        longest = getattr(self._module.config.get_text_config(), "max_position_embeddings", None)
+        self.context = context or min(CONTEXT, int(longest or CONTEXT))
         self.prefix = _prefix(tokenizer.bos_token_id, [*_listed(tokenizer.eos_token_id), *self._ends])
         self._prefix_text = str(self._tokenizer.decode([self.prefix]))
 
@@ -195,7 +196,9 @@ class LlamaAnswers(Answers):
     def __init__(self, model: "LlamaModel") -> None:
         metadata = read_shards(LocalFiles(model.path.parent), model.path.name, whole=True).metadata
         self._model = model
-        self._control = {token for token, type_ in enumerate(_token_types(metadata)) if type_ == CONTROL}
+        types = metadata.get("tokenizer.ggml.token_type", ())
+        listed = types if isinstance(types, list | tuple) else ()
+        self._control = {token for token, type_ in enumerate(listed) if type_ == CONTROL}
         bos, eos = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
         self._named = {f"{name}_token": "" if token is None else model.detokenize([token])
                        for name, token in (("bos", bos), ("eos", eos))}  # fmt: skip
@@ -247,14 +250,9 @@ def _ends(module: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return {token for place in places for token in _listed(getattr(place, "eos_token_id", None))}
 
 
-def _positions(module: Any) -> int:
-    return int(getattr(module.config.get_text_config(), "max_position_embeddings", None) or CONTEXT)
-
-
 def _listed(tokens: Any) -> list[int]:
-    return (
-        [] if tokens is None else [int(token) for token in (tokens if isinstance(tokens, list | tuple) else [tokens])]
-    )
+    several = tokens if isinstance(tokens, list | tuple) else [] if tokens is None else [tokens]
+    return [int(token) for token in several]
 
 
 def _prefix(bos: Any, ends: Sequence[int]) -> int:
@@ -270,11 +268,6 @@ def _prefix(bos: Any, ends: Sequence[int]) -> int:
 
 def _begins(text: str, prefix: str) -> bool:
     return bool(prefix) and text.startswith(prefix)
-
-
-def _token_types(metadata: Mapping[str, Any]) -> Sequence[int]:
-    types = metadata.get("tokenizer.ggml.token_type", ())
-    return types if isinstance(types, list | tuple) else ()
 
 
 @contextmanager

@@ -155,7 +155,7 @@ def _load(tasks: Sequence[str | Path], folder: Path) -> Any:
     """Loads the harness's tables of tasks and groups, merged over all tasks."""
     if not tasks:
         raise QuantryError("no task is named", fix="give the name of a task or the path of its YAML file")
-    files = [_is_file(task) for task in tasks]
+    files = [isinstance(task, Path) or task.endswith((".yaml", ".yml")) for task in tasks]
     manager = _manager(with_names=not all(files))
     specs = [
         _read(Path(task), folder) if file else _known(str(task), manager)
@@ -184,10 +184,6 @@ def _manager(with_names: bool) -> Any:
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_defaults=with_names)
-
-
-def _is_file(task: str | Path) -> bool:
-    return isinstance(task, Path) or task.endswith((".yaml", ".yml"))
 
 
 def _known(name: str, manager: Any) -> str:
@@ -283,4 +279,4 @@ def _samples(rows: Sequence[Mapping[str, Any]], metrics: set[str]) -> tuple[Task
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, bool | int | float) or (hasattr(value, "item") and getattr(value, "ndim", 1) == 0)
+    return isinstance(value, bool | int | float) or getattr(value, "ndim", 1) == 0

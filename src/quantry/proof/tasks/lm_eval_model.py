@@ -1,6 +1,6 @@
 """A model with the interface of lm-evaluation-harness. Imported when tasks run, since the harness is optional."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,7 +66,8 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]
             prompts = [self._prompt(requests[number], count) for number in numbers]
             with self._noting_failure():
                 generated = self.answers.generate(prompts, count, stops, self.progress)
-            texts = [_before_stop(self.answers.decode(tokens), stops) for tokens in generated]
+            whole = [self.answers.decode(tokens) for tokens in generated]
+            texts = [text[: min((text.find(stop) for stop in stops if stop in text), default=None)] for text in whole]
             answers.update(zip(numbers, texts, strict=True))
         return [answers[number] for number in range(len(requests))]
 
@@ -101,7 +102,3 @@ def _settings(given: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
     until = given.get("until") or ()
     count = next((int(given[name]) for name in LENGTHS if given.get(name) is not None), MAX_TOKENS)
     return count, tuple(stop for stop in ((until,) if isinstance(until, str) else until) if stop)
-
-
-def _before_stop(text: str, stops: Sequence[str]) -> str:
-    return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]

@@ -1,26 +1,67 @@
-"""HTTP: connections, paths, keys, and answers whole or as a stream."""
+"""HTTP: connections, paths, keys, answers whole or as a stream, and the page for Prometheus."""
 
 import hmac
 import json
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from .errors import GoneError, Json, RefusedError, one_line
-from .metrics import Counts
 from .model import AnswerPiece, GenaiModel
-from .requests import CompletionRequest, read_request
+from .requests import CompletionRequest, GoneError, Json, RefusedError, one_line, read_request
 from .responses import ResponseFormat
 
 BODY = 16 << 20  # bytes of a request
 PATIENCE = 60.0  # seconds for a client to send its request, or to take what it is sent
 LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has happened since the start, for Prometheus."""
+
+    requests: Counter[tuple[str, int]] = field(default_factory=Counter)  # by path and status
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    abandoned: int = 0
+    _lock: Lock = field(default_factory=Lock)
+
+    def request(self, path: str, status: int) -> None:
+        with self._lock:
+            self.requests[path, status] += 1
+
+    def add(self, *, prompt: int = 0, generated: int = 0, abandoned: int = 0) -> None:
+        with self._lock:
+            self.prompt_tokens += prompt
+            self.generated_tokens += generated
+            self.abandoned += abandoned
+
+    def page(self, queued: int) -> str:
+        with self._lock:
+            answered = {f'{{path="{path}",status="{code}"}}': n for (path, code), n in sorted(self.requests.items())}
+            rows: list[tuple[str, str, str, dict[str, int]]] = [
+                ("requests_total", "counter", "Requests that were answered", answered),
+                ("requests_abandoned_total", "counter", "Requests whose client left", {"": self.abandoned}),
+                ("prompt_tokens_total", "counter", "Tokens of prompts that were read", {"": self.prompt_tokens}),
+                ("generated_tokens_total", "counter", "Tokens that were generated", {"": self.generated_tokens}),
+                ("requests_running", "gauge", "Requests that compute", {"": min(1, queued)}),
+                ("requests_waiting", "gauge", "Requests that wait for their turn", {"": max(0, queued - 1)}),
+            ]
+        return "".join(
+            _metric(f"onnxruntime_{name}", metric_type, about, values) for name, metric_type, about, values in rows
+        )
+
+
+def _metric(name: str, metric_type: str, about: str, values: dict[str, int]) -> str:
+    samples = "".join(f"{name}{labels} {value}\n" for labels, value in values.items())
+    return f"# HELP {name} {about}.\n# TYPE {name} {metric_type}\n{samples}"
 
 
 class OnnxServer(ThreadingHTTPServer):

@@ -10,8 +10,7 @@ from pathlib import Path
 from threading import Condition, Event, Lock
 from typing import Any
 
-from .errors import GoneError, RefusedError, StartError, one_line
-from .requests import CompletionRequest
+from .requests import CompletionRequest, GoneError, RefusedError, StartError, one_line
 
 CONFIG = "genai_config.json"
 LOOK = 0.05  # seconds between two looks at whether a waiting client is still there
@@ -101,7 +100,8 @@ class GenaiModel:
         try:
             config = self._library.Config(str(folder))
             if threads:
-                config.overlay(_with_threads(threads))
+                options = {"session_options": {"intra_op_num_threads": threads}}
+                config.overlay(json.dumps({"model": {"decoder": options}}))
             self._model = self._library.Model(config)
             self._tokenizer = self._library.Tokenizer(self._model)
             self._bare = self._library.Tokenizer(self._model)
@@ -246,7 +246,3 @@ def _around(folder: Path) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
             else:
                 side.extend(template["special_tokens"][part["SpecialToken"]["id"]]["ids"])
     return tuple(before), tuple(after)
-
-
-def _with_threads(threads: int) -> str:
-    return json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}})

@@ -11,9 +11,9 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import NoReturn
 
-from .errors import StartError
 from .handler import OnnxServer
 from .model import LOOK, GenaiModel
+from .requests import StartError
 
 KEY = "QUANTRY_API_KEY"
 GRACE = 5.0  # seconds for the last token at the end

@@ -1,4 +1,4 @@
-"""Requests: what a client asks for, checked.
+"""Requests: what a client asks for, checked, and the errors that answer it.
 
 What a request asks for is done or refused; nothing that would change the answer is ignored in silence.
 """
@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .errors import Json, RefusedError
-
+Json = dict[str, Any]
 USUAL_TOKENS = 16  # of a completion, as OpenAI has it; a chat goes on to the end of the context
 STOPS = 16
 LIKELIEST = 20  # tokens whose log-probabilities may be asked for at a position
@@ -19,6 +18,33 @@ UNDONE: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,), "tools": ([],), "functions": ([],), "response_format": ({"type": "text"},),
     "min_tokens": (0,), "min_p": (0,), "guided_json": (), "guided_regex": (), "guided_choice": (), "audio": (),
 }  # fmt: skip
+
+
+class RefusedError(Exception):
+    """A request that is answered with an error, as OpenAI words it."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, **headers: str
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+
+    def to_dict(self) -> Json:
+        error_type = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": error_type, "param": self.param, "code": self.code}}
+
+
+class GoneError(Exception):
+    """The client has left, or the server ends."""
+
+
+class StartError(Exception):
+    """What is said, in one line, before the program ends with code 2."""
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 class Tokenizing(Protocol):

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from .errors import Json
 from .model import AnswerPiece, GenaiModel
-from .requests import CompletionRequest
+from .requests import CompletionRequest, Json
 
 
 class ResponseFormat:
