@@ -11,7 +11,7 @@ import json
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,7 +35,9 @@ START = re.compile(r"(?<![\w./-])quantry (?!import\b)(?=[a-z])")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 OPTION = re.compile(r"--?[a-z][a-z-]*")
 ARGUMENT = re.compile(rf"{GAP}|[A-Z_]{{2,}}[\w./]*|https?://\S+|[\w.-]+/[\w./-]+|demo")  # in prose, where words follow
-KNOWN = {  # values that are names of something; the rest is left to the parser
+KNOWN: dict[
+    str, Callable[[], Collection[str]]
+] = {  # values that are names of something; the rest is left to the parser
     "preset": lambda: {*presets(), "auto"},
     "format": lambda: registry.choices("quantry.formats"),
     "rounder": lambda: registry.choices("quantry.methods.rounders"),

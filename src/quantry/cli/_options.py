@@ -51,7 +51,7 @@ def _parameter(item: "Field[Any]", hint: Any, *, defaults: bool) -> Parameter:
 
 
 def _flags(item: "Field[Any]") -> tuple[str, ...]:
-    """A switch that is off has one flag, one that may be either has two; all others are named as the field is."""
+    """Returns one flag for a switch that is off, two for one that may be either; others are named as the field is."""
     flag = f"--{item.name.replace('_', '-')}"
     if item.default is False:
         return (flag,)

@@ -87,7 +87,7 @@ def _rates(words: str | None) -> list[float] | None:
 
 
 def picture(result: "Bench") -> list["RenderableType"]:
-    """The table of levels, the limits, and where the rest is."""
+    """Draws the table of levels, the limits, and where the rest is."""
     from rich.text import Text
 
     lines: list[RenderableType] = [Text(f"{result.model} at {result.url}", "bold"), _table(result)]

@@ -64,7 +64,6 @@ def _talk(server: "Server", system: str | None, options: dict[str, Any]) -> None
 
 
 def _read() -> str:
-    """Reads the user's next line, after a prompt if this is a terminal."""
     if sys.stdin.isatty():
         import readline  # noqa: F401 - arrows and history at the prompt
 

@@ -119,7 +119,6 @@ def _number(name: str, value: float) -> str:
 
 
 def _answers(proof: "Proof") -> list[str]:
-    """Returns a line for each result of prompts and tasks."""
     lines = []
     if proof.prompts:
         lines.append(f" {proof.prompts['agreement']['value']:.0%} of {proof.prompts['prompts']} prompts answered alike")

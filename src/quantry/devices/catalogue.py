@@ -145,7 +145,6 @@ def _hardware(row: CatalogueRow, count: int, host_memory: int | None, notes: tup
 
 
 def _suggest(key: str) -> str:
-    """Returns the names closest to a key, or examples of names."""
     close = get_close_matches(key, list(_index()), n=5, cutoff=0.6)
     names = list(dict.fromkeys(_index()[match][0].device.name for match in close))[:3]
     return f"did you mean {' or '.join(names)}?" if names else EXAMPLES

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantry.devices import Vendor
@@ -32,15 +32,8 @@ def read_processor(root: Path = Path("/")) -> Processor:
     """Returns the processor of a Linux machine, with its highest clock if the kernel lists it."""
     processor = parse_cpuinfo(_read(root / "proc/cpuinfo") or "")
     highest = _number(root / "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")  # kHz
-    board = board_name(root)
-    return Processor(
-        name=processor.name or board or "processor",
-        vendor=processor.vendor,
-        cores=processor.cores,
-        threads=processor.threads,
-        mhz=highest / 1000 if highest else processor.mhz,
-        flags=processor.flags,
-    )
+    name = processor.name or board_name(root) or "processor"
+    return replace(processor, name=name, mhz=highest / 1000 if highest else processor.mhz)
 
 
 def parse_cpuinfo(text: str) -> Processor:
@@ -130,7 +123,6 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:
-    """Yields the names and values of `name : value` lines."""
     for line in text.splitlines():
         name, colon, value = line.partition(":")
         if colon:

@@ -45,7 +45,8 @@ def content_of(folder: Path, device: Device | None = None) -> Content:
     checkpoint = open_checkpoint(folder)
     proof = card.proof
     sensitivity = read_sensitivity(folder / SENSITIVITY)
-    engine = _engine(card)
+    engine, served = _engine(card), _served(proof)
+    engine_version = {str(served.get("engine")): str(served.get("version", ""))} if served else {}
     machine = device or _this_machine()
     memory, memory_notes = _memory(checkpoint, engine, proof, machine)
     return Content(
@@ -64,7 +65,7 @@ def content_of(folder: Path, device: Device | None = None) -> Content:
         memory=memory,
         serve=_command(folder, checkpoint, card, engine, machine),
         notes=tuple(dict.fromkeys([*memory_notes, *notes_of(card.content), *notes_of(proof)])),
-        versions=card.versions | _engine_version(proof),
+        versions=card.versions | engine_version,
         provenance=card.provenance(),
     )
 
@@ -99,7 +100,6 @@ def measured(name: str, size: int, proof: Mapping[str, Any], *, bits: float | No
 
 
 def _served(proof: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the part of a proof that an engine measured."""
     return mapping(proof.get("served") or {}, "what a proof has of the engine")
 
 
@@ -107,11 +107,6 @@ def _engine(card: ArtefactCard) -> str:
     """Returns the engine that the artefact was verified in, or the usual one of its format."""
     label = str(_served(card.proof).get("engine") or usual(card.text("format"))[0])
     return next((name for name, facts in verifying().items() if facts.label == label), label)
-
-
-def _engine_version(proof: Mapping[str, Any]) -> dict[str, str]:
-    served = _served(proof)
-    return {str(served.get("engine")): str(served.get("version", ""))} if served else {}
 
 
 def _this_machine() -> Device:

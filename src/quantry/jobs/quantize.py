@@ -194,7 +194,6 @@ def _checked_output(output: str | Path) -> Path:
 def _mixture(
     model: str | Path, settings: Mapping[str, Any], options: JobOptions, progress: Progress | None
 ) -> tuple[Recipe, JobOptions]:
-    """Chooses a mixture of grids for a budget."""
     from quantry.jobs.auto.mixture import AutoOptions, choose_mixture
 
     unused = ("recipe", "plan", "group", "imatrix", "input_scales")
@@ -222,7 +221,7 @@ def _recipe(
     written = read(Path(settings[given[0]]).expanduser()) if read else {}
     recipe = build({**written, **{key: settings[key] for key in KEYS & settings.keys() if settings[key] is not None}})
     imatrix = settings["imatrix"]
-    vectors = _importance(imatrix, recipe)
+    vectors = importance_of(imatrix, recipe)
     known = vectors.sha256 if vectors else AUTO if str(imatrix) == AUTO else None
     return replace(recipe, imatrix=known), replace(options, importance=vectors)
 
@@ -234,8 +233,8 @@ def _refuse(settings: Mapping[str, Any], unused: tuple[str, ...], why: str, fix:
             raise RecipeError(f"--{name.replace('_', '-')} has no use {why}", fix=fix)
 
 
-def _importance(path: str | Path | None, recipe: Recipe) -> Importance | None:
-    """Reads a file of importance vectors. Raises RecipeError if the recipe has no use for one."""
+def importance_of(path: str | Path | None, recipe: Recipe) -> Importance | None:
+    """Reads a file of importance vectors; None for "none" and "auto". Raises RecipeError if the recipe has no use."""
     if path is None or str(path) == "none":
         return None
     if recipe.format != GGUF:
@@ -264,7 +263,6 @@ def _in_sequence(recipe: Recipe, sequential: bool | None) -> Recipe:
 
 
 def _cache_notes(recipe: Recipe) -> tuple[str, ...]:
-    """Says how an engine is told about the KV cache."""
     if recipe.kv is None:
         return ()
     if recipe.format == GGUF:

@@ -57,7 +57,6 @@ def _other(request: Request) -> Near | None:
 
 
 def _first(request: Request, what: str, machines: Iterable[tuple[Device, int]]) -> Near | None:
-    """Returns the first machine that holds the model."""
     for device, count in machines:
         hardware = replace(request.hardware, devices=(device,) * count, notes=())
         near = _fit(replace(request, hardware=hardware), what, machine_name(device, count))

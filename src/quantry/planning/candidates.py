@@ -197,7 +197,6 @@ def least_bytes(request: Request, chosen: Preset) -> float:
 
 
 def _most_bytes(request: Request, engine: str, offload: bool) -> float:
-    """Returns an upper bound of the room for weights."""
     limit = request.hardware.usable if request.budget is None else min(request.budget, request.hardware.usable)
     host = _offloads(request, engine, offload) and request.budget is None
     return limit + (_host_room(request) if host else 0)
@@ -232,7 +231,6 @@ def _deployment(request: Request, chosen: Preset, engine: str) -> tuple[Deployme
 
 
 def _grouped(chosen: Preset) -> Iterator[Preset]:
-    """Yields a preset, then the same with smaller groups."""
     yield chosen
     grid = chosen.scheme.weight
     if grid.kind == "int" and grid.block[0] == 1 and grid.block[1] > 0:
@@ -301,7 +299,6 @@ def _fewer(request: Request, candidate: Candidate) -> Candidate:
 
 
 def _at_once(candidate: Candidate, sequences: int) -> Candidate:
-    """Returns the same for another number of sequences."""
     workload, deployment = replace(candidate.workload, concurrency=sequences), candidate.deployment
     if not deployment.whole_layers:
         deployment = replace(deployment, settings=replace(deployment.settings, sequences=sequences))
@@ -333,7 +330,6 @@ def _offloaded(request: Request, candidate: Candidate) -> Candidate | None:
 
 
 def _too_large(request: Request, candidate: Candidate) -> Refused:
-    """Says what a device, or the host, lacks for a candidate."""
     needed, limit = candidate.footprint.per_device, candidate.limit
     owner = "budget" if request.budget is not None else request.device.name
     if needed <= limit:

@@ -162,7 +162,6 @@ def _act_order(config: Mapping[str, Any]) -> bool:
 
 
 def _gguf_problem(config: Mapping[str, Any]) -> str:
-    """Returns why this model cannot be written as GGUF, or an empty text."""
     try:
         families.facts(config)
     except QuantryError as error:
@@ -338,7 +337,6 @@ def _strategy(grid: Grid, single: str) -> str:
 
 
 def _unstorable(stack: Stack, recipe: Recipe) -> str:
-    """Returns why the format cannot hold this layer, or an empty text."""
     if recipe.format in (CAST, "gguf"):
         return ""
     codec = load_format(recipe.format)

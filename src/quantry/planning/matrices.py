@@ -77,7 +77,7 @@ class Matrix:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CellAnswer:
     """Our answer for a cell; `same` is None where equal texts agree with the handbook, `reason` is for others."""
 
     ours: str
@@ -119,7 +119,7 @@ def cases() -> list[dict[str, Any]]:
     return list(_data()["cases"])
 
 
-def _table(name: str, answers: Callable[[HandbookRow, Sequence[str]], Iterable[Answer]]) -> Matrix:
+def _table(name: str, answers: Callable[[HandbookRow, Sequence[str]], Iterable[CellAnswer]]) -> Matrix:
     """Returns a table of the handbook with our answers, which are given for a row and its columns."""
     data = _data()["tables"][name]
     columns = tuple(data["columns"])
@@ -130,7 +130,7 @@ def _table(name: str, answers: Callable[[HandbookRow, Sequence[str]], Iterable[A
     return Matrix(name, data["title"], columns, rows, data.get("note", ""))
 
 
-def _cell(answer: Answer, said: str, why: str) -> Cell:
+def _cell(answer: CellAnswer, said: str, why: str) -> Cell:
     same = answer.ours == said if answer.same is None else answer.same
     return Cell(answer.ours, said, "" if same else why or answer.reason)
 
@@ -143,12 +143,12 @@ def _why(row: HandbookRow, data: HandbookRow, column: str) -> str:
 # ---- memory: section 3 ----
 
 
-def _sizes(row: HandbookRow, columns: Sequence[str]) -> Iterable[Answer]:
+def _sizes(row: HandbookRow, columns: Sequence[str]) -> Iterable[CellAnswer]:
     checkpoint = open_model(row["model"])
     for name, said in zip(("bf16", "w8a8", "w4a16"), row["handbook"], strict=False):
         size = weights_bytes(checkpoint, _recipe(name)) / 1e9
-        yield Answer(f"{size:,.1f} GB", abs(size / float(said.split()[0]) - 1) <= CLOSE)
-    yield Answer(smallest(checkpoint))
+        yield CellAnswer(f"{size:,.1f} GB", abs(size / float(said.split()[0]) - 1) <= CLOSE)
+    yield CellAnswer(smallest(checkpoint))
 
 
 def smallest(checkpoint: Checkpoint) -> str:
@@ -188,10 +188,10 @@ def _recipe(name: str, format_name: str | None = None) -> Recipe:
 # ---- hardware: section 4 ----
 
 
-def _hardware(row: HandbookRow, columns: Sequence[str]) -> Iterable[Answer]:
+def _hardware(row: HandbookRow, columns: Sequence[str]) -> Iterable[CellAnswer]:
     best = plan(MODEL, gpu=row["gpu"]).options[0]
-    yield Answer(f"{best.preset} ({best.engine})", best.scheme in row["best"])
-    yield from (Answer(_runs(column, parse(row["gpu"]).device)) for column in columns[1:])
+    yield CellAnswer(f"{best.preset} ({best.engine})", best.scheme in row["best"])
+    yield from (CellAnswer(_runs(column, parse(row["gpu"]).device)) for column in columns[1:])
 
 
 def _runs(column: str, device: Device) -> str:
@@ -214,11 +214,11 @@ def _rank(recipe: Recipe, engine: str, device: Device) -> int:
 # ---- engines: sections 7 and 15 ----
 
 
-def _engine(row: HandbookRow, columns: Sequence[str]) -> Iterable[Answer]:
+def _engine(row: HandbookRow, columns: Sequence[str]) -> Iterable[CellAnswer]:
     places = [parse(name).device for name in DEVICES]
     for column in columns:
         best = max(_outcome(row["engine"], column, device) for device in places)
-        yield Answer(WORDS[best], reason=_reason(row["engine"], column, places[0]))
+        yield CellAnswer(WORDS[best], reason=_reason(row["engine"], column, places[0]))
 
 
 def _reason(engine: str, column: str, device: Device) -> str:
@@ -228,11 +228,11 @@ def _reason(engine: str, column: str, device: Device) -> str:
     return feasible(Deployment(_model(), _recipe(*COLUMNS[column][0]), engine, device)).reason
 
 
-def _stack_engine(row: HandbookRow, columns: Sequence[str]) -> Iterable[Answer]:
+def _stack_engine(row: HandbookRow, columns: Sequence[str]) -> Iterable[CellAnswer]:
     engine = row["engine"]
     cpu = max(_outcome(engine, column, parse("cpu").device) for column in COLUMNS) > 0
     needs_gpu = "optional" if cpu else "yes"
-    return map(Answer, (engine_facts(engine).about, _throughput(engine), row["ease"], needs_gpu, WORDS[2 * cpu]))
+    return map(CellAnswer, (engine_facts(engine).about, _throughput(engine), row["ease"], needs_gpu, WORDS[2 * cpu]))
 
 
 def _throughput(engine: str) -> str:
@@ -249,7 +249,6 @@ def _throughput(engine: str) -> str:
 
 
 def _stacks() -> Matrix:
-    """Returns the recommended stacks: what the handbook says, and the first option of the plan."""
     data, prefix = _data()["tables"]["stack"], "stack: "
     rows = {case["id"].removeprefix(prefix): _stack(case) for case in cases() if case["id"].startswith(prefix)}
     return Matrix("stack", data["title"], tuple(data["columns"]), rows, data["note"])
@@ -259,10 +258,10 @@ def _stack(case: HandbookRow) -> tuple[Cell, ...]:
     request, expected = case["ask"], case["expect"]
     best = plan(**request).options[0]
     answers = (
-        Answer(request["model"], True),
-        Answer(f"{best.preset}, {best.quality}", _expected(best.scheme, expected.get("scheme"))),
-        Answer(best.engine, _expected(best.engine, expected.get("engine"))),
-        Answer(request["gpu"], True),
+        CellAnswer(request["model"], True),
+        CellAnswer(f"{best.preset}, {best.quality}", _expected(best.scheme, expected.get("scheme"))),
+        CellAnswer(best.engine, _expected(best.engine, expected.get("engine"))),
+        CellAnswer(request["gpu"], True),
     )
     return tuple(_cell(answer, case["says"], case.get("overridden", "")) for answer in answers)
 
@@ -274,11 +273,11 @@ def _expected(value: str, wanted: str | list[str] | None) -> bool:
 # ---- methods: section 15 ----
 
 
-def _method(row: HandbookRow, columns: Sequence[str]) -> Iterable[Answer]:
+def _method(row: HandbookRow, columns: Sequence[str]) -> Iterable[CellAnswer]:
     recipe = _recipe(*row["recipe"])
     on_cpu = max(_rank(recipe, engine, parse("cpu").device) for engine in engines()) > 0
     answers = (_bits(recipe), _class(recipe), _faster(recipe), WORDS[2 * on_cpu], row["use"])
-    return map(Answer, (*answers, f"--preset {recipe.preset.name}"))
+    return map(CellAnswer, (*answers, f"--preset {recipe.preset.name}"))
 
 
 def _bits(recipe: Recipe) -> str:
@@ -313,7 +312,6 @@ def _pace(recipe: Recipe, engine: str, hardware: Hardware, many: int) -> float:
 
 
 def _formats() -> Matrix:
-    """Returns every preset with its formats, its size and the engines that load it on an H100."""
     columns = ("formats", "bits a weight", "expected", "engines on an H100", "planned")
     rows = {preset.name: tuple(map(Cell, _format(preset))) for preset in presets().values()}
     return Matrix("formats", "Presets, formats and engines", columns, rows, "Sizes and verdicts for Llama-3.1-8B.")

@@ -59,13 +59,16 @@ def open_model(model: str | Path) -> Checkpoint:
         return from_config(_read(config), name)
     if path or name == DEMO or _is_path(name):
         return open_checkpoint(model)  # raises if the path is wrong
+    known = find_model(name)
     if HUB_ID.fullmatch(name):
         try:
             return open_checkpoint(model)
         except HubError:
-            if find_model(name) is None:
+            if known is None:
                 raise
-    return _from_catalogue(name)
+    if known is None:
+        raise ModelNotFoundError(f"no such model: {name[:100]}", fix=_suggestion(name))
+    return from_config(known.config, name, shape=known.name, repo=known.repo, stored=known.stored)
 
 
 @cache
@@ -104,15 +107,7 @@ def from_config(config: Mapping[str, Any], source: str, **facts: str) -> Checkpo
     )
 
 
-def _from_catalogue(name: str) -> Checkpoint:
-    known = find_model(name)
-    if known is None:
-        raise ModelNotFoundError(f"no such model: {name[:100]}", fix=_suggestion(name))
-    return from_config(known.config, name, shape=known.name, repo=known.repo, stored=known.stored)
-
-
 def _local(model: str | Path) -> Path | None:
-    """Returns the file or folder of that name, if it exists."""
     try:
         path = Path(model).expanduser()
         return path if path.exists() else None

@@ -20,6 +20,7 @@ from quantry.quantizing.tensor_plan import shards
 from quantry.report.sizes import human
 
 NEARLY_FULL = 0.95
+PARTS = ("weights", "kv_cache", "activations", "overhead", "total")  # of the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +94,7 @@ def _memory(candidate: Candidate) -> dict[str, Any]:
     """Returns the bytes of all devices and copies by part; `per_device` is the fullest, `limit` what it may fill."""
     needed, times = candidate.footprint, candidate.replicas
     return {
-        "weights": needed.weights * times,
-        "kv_cache": needed.kv_cache * times,
-        "activations": needed.activations * times,
-        "overhead": needed.overhead * times,
-        "total": needed.total * times,
+        **{name: getattr(needed, name) * times for name in PARTS},
         "per_device": needed.per_device,
         "limit": candidate.limit,
         "host": host_memory(needed) * times,
@@ -120,6 +117,7 @@ def _commands(request: Request, candidate: Candidate) -> dict[str, list[str]]:
     deployment, recipe = candidate.deployment, candidate.recipe
     artefact = PlannedArtefact(request.model, recipe.preset, recipe.format, _shards(request, candidate))
     old = request.device.platform == "cuda" and (request.facts["capability"] or 80) < 80
+    share = None if request.budget is None else max(0.01, int(100 * candidate.limit / request.device.usable) / 100)
     serving = Serving(
         model=artefact.served,
         format=recipe.format,
@@ -134,19 +132,12 @@ def _commands(request: Request, candidate: Candidate) -> dict[str, list[str]]:
         pipeline_parallel=deployment.pipeline_parallel,
         replicas=candidate.replicas,
         offload_layers=deployment.offload_layers,
-        utilization=_utilization(request, candidate),
+        utilization=share,  # of a device, that a budget leaves to the engine
         cache_gib=max(1, -(-candidate.footprint.kv_cache // (1 << 30))),
         prefix_cache=request.use.prefix_cache or None,
         dtype="float16" if old else None,  # Turing and older have no bfloat16
     )
     return commands(artefact, serving, request.use.gate)
-
-
-def _utilization(request: Request, candidate: Candidate) -> float | None:
-    """Returns the share of a device that a budget leaves to the engine; None without a budget."""
-    if request.budget is None:
-        return None
-    return max(0.01, int(100 * candidate.limit / request.device.usable) / 100)
 
 
 def _shards(request: Request, candidate: Candidate) -> int:

@@ -154,8 +154,5 @@ def _hardware_facts(request: Request) -> dict[str, Any]:
     return {
         "name": request.machine,
         "device": hardware.device.name,
-        "count": hardware.count,
-        "memory": hardware.memory,
-        "usable": hardware.usable,
-        "price": hardware.price,
+        **{name: getattr(hardware, name) for name in ("count", "memory", "usable", "price")},
     }

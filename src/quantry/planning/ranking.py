@@ -83,7 +83,6 @@ def is_sixteen_bit(candidate: Candidate) -> bool:
 
 
 def _pace(request: Request, candidate: Candidate, predicted: Prediction) -> float:
-    """Returns what counts as speed for the use."""
     if request.use.measure == "first":
         return 1 / predicted.first_token_s
     return predicted.decode_tokens_per_s * candidate.replicas

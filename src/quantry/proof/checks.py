@@ -227,7 +227,6 @@ def _ends(original: ModelSource, ours: ModelSource, theirs: ModelTokenizer, mine
 
 
 def _added_tokens(model: ModelTokenizer, text: str) -> tuple[list[int], list[int]]:
-    """Returns the tokens that a model adds before a text and after it."""
     bare, full = model.encode(text, special=False), model.encode(text, special=True)
     starts = range(len(full) - len(bare) + 1)
     place = next((start for start in starts if full[start : start + len(bare)] == bare), None)

@@ -58,7 +58,6 @@ def diff(
 def _finished_walk(
     source: ModelSource, cuts: Sequence[Window], device: str, letter: str, progress: Progress | None
 ) -> Walk:
-    """Runs the windows through all blocks of a model."""
     walk = Walk(source, device=device)
     for block in walk.blocks([window.tokens for window in cuts]):
         if progress:
@@ -67,7 +66,6 @@ def _finished_walk(
 
 
 def _pairs(walk_a: Walk, walk_b: Walk, cuts: Sequence[Window]) -> Iterator[tuple[TopK, Scores]]:
-    """Yields the probabilities of both models, window by window."""
     for (index, logits_a), (_, logits_b) in zip(walk_a.logits(), walk_b.logits(), strict=True):
         tokens, start = cuts[index].tokens, cuts[index].start
         reference = divergence.top_k(logits_a, tokens, start, logits_a.shape[1])

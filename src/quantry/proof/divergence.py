@@ -80,10 +80,7 @@ class Divergence:
 
 
 def top_k(logits: Tensor, tokens: Sequence[int], start: int, k: int) -> TopK:
-    """Returns the reference of one window, from its (tokens, vocabulary) logits.
-
-    Raises WeightError if a logit is not finite.
-    """
+    """Returns the reference of a window from (tokens, vocabulary) logits. Raises WeightError if one is not finite."""
     rows, targets = _scored(logits, tokens, start)
     parts = [_top_k(part, target, k) for part, target in _chunks(rows, targets)]
     ids = all_ids(len(rows), rows.shape[1]) if k >= rows.shape[1] else _joined([part[0] for part in parts])
@@ -190,7 +187,6 @@ def summary(reference: Iterable[TopK], scores: Iterable[Scores], *, draws: int =
 
 
 def _top_k(part: Tensor, target: Tensor, k: int) -> tuple[Tensor, ...]:
-    """Returns the fields of a `TopK` for some rows."""
     every = _log_probabilities(part)
     if k >= part.shape[1]:
         ids, logp, tail = target, every, every.new_full((len(part),), -torch.inf)
@@ -202,7 +198,6 @@ def _top_k(part: Tensor, target: Tensor, k: int) -> tuple[Tensor, ...]:
 
 
 def _scored(logits: Tensor, tokens: Sequence[int], start: int) -> tuple[Tensor, Tensor]:
-    """Returns the rows of logits that predict scored tokens, and those tokens."""
     if len(logits) != len(tokens) or not 0 < start < len(tokens):
         raise ValueError(f"{len(logits)} rows of logits for {len(tokens)} tokens scored from {start}")
     return logits[start - 1 : -1], torch.tensor(tokens[start:], device=logits.device)
@@ -243,7 +238,6 @@ def _log(mass: Array) -> Array:
 
 
 def _unit(reference: TopK, scores: Scores) -> dict[str, Array]:
-    """Returns the quantities that are averaged over the positions of one window."""
     return {
         "kl": kl(reference, scores),
         "same": (reference.top == scores.top).astype(np.float64),

@@ -110,7 +110,6 @@ def gap(reference: Reference, decoded: Sequence[Scores], engine: Sequence[Scores
 
 
 def _as_reference(scores: Scores, ids: Array) -> TopK:
-    """Returns an artefact's scores as a reference for another model."""
     rest = 1 - np.exp(scores.logq.astype(np.float64)).sum(1)
     with np.errstate(divide="ignore"):
         tail = np.full(len(rest), -np.inf) if divergence.is_whole(ids) else np.log(np.maximum(rest, 0))

@@ -347,7 +347,6 @@ def _put(writer: ShardWriter, name: str, array: Array, dtype: str) -> None:
 
 
 def _write_note(finished: Reference, digest: str) -> None:
-    """Writes the note that completes a cache entry."""
     content = {name: getattr(finished, name) for name in NOTED} | {"data": digest}
     content["check"] = _checksum(content)
     with _writing(finished.folder):

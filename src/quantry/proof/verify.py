@@ -219,7 +219,6 @@ def _prompt_report(
 
 
 def _suspects(errors: Sequence[TensorError]) -> list[dict[str, Any]]:
-    """Returns the tensors with a suspicious error as findings."""
     common = {"name": "weights", "ok": False, "fix": "quantize again from the 16-bit model", "warning": False}
     return [
         {**common, "words": f"{suspect.name}: {suspect.words}", "value": suspect.error}
@@ -240,7 +239,6 @@ def _numbers(measured: Measurements, prompt_report: Mapping[str, Any] | None) ->
 
 
 def _figures(measured: Measurements) -> dict[str, Any]:
-    """Returns the fields of a proof with figures of the text."""
     figures, reference = measured.decoded_figures, measured.reference
     shortfall = measured.decoded.shortfall
     return {

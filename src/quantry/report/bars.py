@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from quantry.report.content import Content, FileRow, plain
-from quantry.report.drawing import SMALL, WIDE, Plot, figure_of, name_width, role_of, round_numbers, shortened, spare
+from quantry.report.drawing import SMALL, WIDE, Plot, figure_of, name_width, round_numbers, shortened, spare
 from quantry.report.ink import light
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _bars(axes: "Axes", rows: Sequence[FileRow], name: str, reference: float | N
         left=base,
         height=0.62,
         zorder=2,
-        color=[light(role_of(row)) for _, row, _ in shown],
+        color=[light(row.role) for _, row, _ in shown],
     )
     for at, row, value in shown:
         tip = _whisker(axes, at, value, getattr(row, f"{name}_interval"), base)

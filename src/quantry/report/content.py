@@ -55,6 +55,11 @@ class FileRow:
             raise _wrong(f"perplexity of {where} is {self.perplexity}, below 1", "give exp(mean loss), not the loss")
 
     @property
+    def role(self) -> str:
+        """The role of its colour: ours, or another tool's."""
+        return "peer" if self.peer else "ours"
+
+    @property
     def judged(self) -> float | None:
         """The KL that counts: as served if it was measured in an engine."""
         return self.kl if self.served_kl is None else self.served_kl

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
 
-from quantry.report.content import FileRow, plain
+from quantry.report.content import plain
 from quantry.report.ink import DPI
 
 if TYPE_CHECKING:
@@ -109,7 +109,3 @@ def round_numbers(low: float, high: float, most: int) -> list[float]:
         if len(numbers) <= most:
             return numbers
     return numbers[:: ceil(len(numbers) / most)]
-
-
-def role_of(row: FileRow) -> str:
-    return "peer" if row.peer else "ours"

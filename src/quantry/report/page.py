@@ -55,7 +55,6 @@ def _head(content: Content) -> str:
 
 
 def _tiles(content: Content) -> str:
-    """Returns the key figures of the file that the report is about."""
     row = content.chosen
     if row is None:
         return ""

@@ -12,18 +12,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from quantry.report.content import Content, FileRow, frontier, plain
-from quantry.report.drawing import (
-    SMALL,
-    WIDE,
-    Plot,
-    legend,
-    one_axes,
-    role_of,
-    round_numbers,
-    shortened,
-    spare,
-    text_width,
-)
+from quantry.report.drawing import SMALL, WIDE, Plot, legend, one_axes, round_numbers, shortened, spare, text_width
 from quantry.report.ink import light
 from quantry.report.labels import Box, leader, nearest, place
 from quantry.report.sizes import human, unit_of
@@ -110,7 +99,7 @@ def _whiskers(axes: "Axes", rows: Sequence[FileRow], spots: Mapping[int, tuple[f
     for row in rows:
         if row.judged_interval is not None and row.judged_interval[1] > bottom:
             low, high = (max(bound, bottom) for bound in row.judged_interval)
-            axes.vlines(spots[id(row)][0], low, high, color=light(role_of(row)), lw=1.2, alpha=0.6, zorder=3)
+            axes.vlines(spots[id(row)][0], low, high, color=light(row.role), lw=1.2, alpha=0.6, zorder=3)
 
 
 def _mark(axes: "Axes", row: FileRow, spot: tuple[float, float], chosen: bool) -> None:
@@ -121,7 +110,7 @@ def _mark(axes: "Axes", row: FileRow, spot: tuple[float, float], chosen: bool) -
     else:
         axes.plot(*spot, "o", ms=2 * RADIUS, color=light("ours"), mec=light("surface"), mew=1, **style)
     if chosen:
-        axes.plot(*spot, "o", ms=2 * RADIUS + 8, mfc="none", mec=light(role_of(row)), mew=1.8, **style)
+        axes.plot(*spot, "o", ms=2 * RADIUS + 8, mfc="none", mec=light(row.role), mew=1.8, **style)
 
 
 def _names(
@@ -171,7 +160,7 @@ def _name(axes: "Axes", row: FileRow, text: str, point: tuple[float, float], box
         fontsize=SMALL,
         gid="name",
         weight="bold" if chosen else "normal",
-        color=light(role_of(row) if chosen or row.peer else "ink"),
+        color=light(row.role if chosen or row.peer else "ink"),
         **style,
     )
 

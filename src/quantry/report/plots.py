@@ -53,7 +53,6 @@ def _verdict(content: Content) -> str:
 
 
 def _heading(text: str, size: float, under: str = "") -> "NDArray[np.uint8]":
-    """Returns a strip with a title, and a smaller line below it."""
     height = round(size * 1.4 + (26 if under else 12) + 12)
     figure = figure_of(WIDE, height)
     figure.text(0, 1 - 14 / height, _cut(text, size), va="top", fontsize=size, weight="bold")

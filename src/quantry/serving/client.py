@@ -158,7 +158,6 @@ class Server:
 
 @contextmanager
 def _network_errors(url: str) -> Iterator[None]:
-    """Turns network errors into a ServerError of one line."""
     try:
         yield
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
@@ -204,7 +203,7 @@ def _pieces(chunk: Mapping[str, Any]) -> Iterator[TextPiece]:
 
 
 def _count(chunk: Mapping[str, Any]) -> int:
-    """The tokens of an answer, in the chunk that reports them; 0 in others."""
+    """Returns the tokens of an answer, in the chunk that reports them; 0 in others."""
     return int((chunk.get("usage") or {}).get("completion_tokens") or 0)
 
 

@@ -68,7 +68,7 @@ def parse(words: Sequence[str]) -> Any:
 
 
 def build() -> str:
-    """The build of llama.cpp inside xllamacpp: the last number of that package's version."""
+    """Returns the build of llama.cpp inside xllamacpp: the last number of that package's version."""
     from importlib.metadata import version
 
     return f"b{version('xllamacpp').rpartition('.')[2]}"
@@ -84,7 +84,7 @@ def _serve(params: Any) -> Any:
 
 
 def _parsed(words: Sequence[str], example: int) -> Any:
-    """The parameters, or None if the parser refuses the words."""
+    """Returns the parameters, or None if the parser refuses the words."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -94,7 +94,7 @@ def _parsed(words: Sequence[str], example: int) -> Any:
 
 
 def _address(params: Any) -> int:
-    """The address of llama.cpp's structure inside the Python object: it begins with n_predict, which is marked."""
+    """Returns the address of llama.cpp's structure in the Python object: it begins with n_predict, which is marked."""
     usual = params.n_predict
     params.n_predict = MARK
     addresses = [id(params) + offset for offset in HEADER if c_int32.from_address(id(params) + offset).value == MARK]
@@ -106,7 +106,7 @@ def _address(params: Any) -> int:
 
 @cache
 def _server_number() -> int:
-    """The number of the server in the parser: with it, the parser takes flags that no other program has."""
+    """Returns the number of the server in the parser: with it, the parser takes flags that no other program has."""
     with _silence():
         flags = ["--port", "1", "--slots"]
         server = next((number for number in range(EXAMPLES) if _parsed(flags, number) is not None), None)
@@ -133,7 +133,7 @@ def _silence() -> Iterator[None]:
 
 @cache
 def _library() -> dict[str, Any]:
-    """The two functions of llama.cpp that xllamacpp has no Python for."""
+    """Returns the two functions of llama.cpp that xllamacpp has no Python for."""
     import xllamacpp.xllamacpp as extension
 
     library = ctypes.CDLL(str(Path(extension.__file__)))

@@ -53,7 +53,7 @@ def _with_prompt_cache(serving: Serving, needed: Footprint | None, deployment: D
 
 
 def _deployment(serving: Serving, model: ServedModel, hardware: Hardware) -> Deployment | None:
-    """The model in its engine on what is free of the device."""
+    """Returns the model in its engine on what is free of the device."""
     if model.checkpoint is None:
         return None
     device = hardware.cpu if serving.platform == "cpu" else hardware.device
@@ -82,7 +82,7 @@ def _shorter(serving: Serving) -> Iterator[Serving]:
 
 
 def _nearest(wanted: Serving, model: ServedModel, hardware: Hardware) -> str:
-    """What would fit: fewer sequences, a smaller cache, a shorter context, in this order; else a smaller model."""
+    """Says what would fit: fewer sequences, a smaller cache, a shorter context, in this order; else a smaller model."""
     single = replace(wanted, parallel=1 if wanted.parallel else None)
     half = engine_facts(wanted.engine).kv_cache.half
     smaller = [replace(serving, kv=half) for serving in (wanted, single)] if half and wanted.kv is None else []
@@ -95,7 +95,6 @@ def _nearest(wanted: Serving, model: ServedModel, hardware: Hardware) -> str:
 
 
 def _flags(candidate: Serving, wanted: Serving) -> str:
-    """The flags that turn what was wanted into the candidate."""
     names = {"context": "--context", "parallel": "--parallel", "kv": "--kv"}
     changed = {
         flag: value for name, flag in names.items() if (value := getattr(candidate, name)) != getattr(wanted, name)

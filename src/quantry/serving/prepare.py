@@ -43,7 +43,7 @@ class ServerPlan:
         return tuple((step.where, step.why, shlex.join(step.argv)) for step in steps if step.where != HERE)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON of `quantry serve --json`; keys and other secrets are hidden."""
+        """Returns the JSON of `quantry serve --json`; keys and other secrets are hidden."""
         return {
             "model": self.launch.model,
             "path": str(self.model.path),
@@ -118,9 +118,12 @@ def _check(options: Options) -> None:
 
 
 def _serving(options: Options, model: ServedModel, installed: Installed, port: int) -> Serving:
-    """The options with everything decided that they leave open."""
+    """Returns the options with everything decided that they leave open."""
     facts = engine_facts(installed.engine).server
     threads = physical_cores() if installed.platform == "cpu" and facts.threads else None
+    built = None
+    if facts.keeps_builds and model.checkpoint is not None:
+        built = str(home() / "built" / f"{model.name}-{identity(model.checkpoint)[:12]}")
     decided: dict[str, Any] = {
         "engine": installed.engine,
         "port": port,
@@ -136,13 +139,13 @@ def _serving(options: Options, model: ServedModel, installed: Installed, port: i
         format=model.format,
         platform=installed.platform,
         bits=model.bits,
-        built=_built(model) if facts.keeps_builds else None,
+        built=built,
         python=installed.python,
     )
 
 
 def _draft(options: Options, model: ServedModel) -> Path | None:
-    """The path of the draft model; raises QuantryError if only one of the two is a GGUF file."""
+    """Returns the path of the draft model. Raises QuantryError if only one of the two is a GGUF file."""
     if options.draft is None:
         return None
     draft = open_model(options.draft)
@@ -151,13 +154,6 @@ def _draft(options: Options, model: ServedModel) -> Path | None:
             f"the draft {draft.source} is {draft.format} and the model {model.format}", fix="use a draft of one format"
         )
     return draft.path
-
-
-def _built(model: ServedModel) -> str | None:
-    """The folder of the cache for what an engine builds of a checkpoint."""
-    if model.checkpoint is None:
-        return None
-    return str(home() / "built" / f"{model.name}-{identity(model.checkpoint)[:12]}")
 
 
 def _launch(options: Options, model: ServedModel, installed: Installed, serving: Serving, port: int) -> Launch:
@@ -182,7 +178,7 @@ def _launch(options: Options, model: ServedModel, installed: Installed, serving:
 
 
 def _local(command: Command, facts: Engine, installed: Installed, embedded: bool) -> Command:
-    """The engine's command with the program that is installed in place of the usual one."""
+    """Returns the engine's command with the installed program in place of the usual one."""
     if embedded:
         return replace(command, argv=(sys.executable, "-m", str(facts.installation.embedded), *command.argv[1:], END))
     if facts.server.script:  # by its path, since the engine's environment need not have Quantry
@@ -193,7 +189,7 @@ def _local(command: Command, facts: Engine, installed: Installed, embedded: bool
 
 
 def _contained(command: Command, image: str, model: ServedModel, serving: Serving) -> Command:
-    """The engine's command in a container that sees the model and its draft."""
+    """Returns the engine's command in a container that sees the model and its draft."""
     drafts = [] if serving.draft is None else [Path(serving.draft)]
     return container.contained(
         command, image, program=container.runtime(), name=_container(serving), platform=serving.platform,

@@ -155,11 +155,11 @@ class Running:
         return adapter(self.engine).facts(self.lines())
 
     def lines(self) -> list[str]:
-        """Its log so far."""
+        """Returns its log so far."""
         return self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log.exists() else []
 
     def death(self) -> EngineError:
-        """The error for an engine that has ended by itself."""
+        """Returns the error for an engine that has ended by itself."""
         code = self._process.returncode
         ending = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         after = time.monotonic() - self.started
@@ -178,7 +178,7 @@ class Running:
         self.stop()
 
     def _poll(self) -> int | None:
-        """Its code once it has ended; then ends what it started, before the group's number can be reused."""
+        """Returns its code once it has ended; then ends what it started, before the group's number can be reused."""
         code = self._process.poll()
         if code is not None:
             self._finish()
@@ -380,7 +380,7 @@ def _popen(
 
 
 def _await(running: Running, patience: float) -> None:
-    """Until it is healthy: looks often at first, since a small model is there at once."""
+    """Waits until it is healthy; looks often at first, since a small model loads at once."""
     pause = SHORT
     while not running.healthy():
         if running.exit_code is not None:
@@ -399,7 +399,7 @@ def _await(running: Running, patience: float) -> None:
 
 
 def _await_empty(group: int) -> None:
-    """Until the last of a killed group is gone, and with it its memory and ports; that takes a moment."""
+    """Waits until the last of a killed group is gone, and with it its memory and ports; that takes a moment."""
     end = time.monotonic() + LAST
     with suppress(ProcessLookupError, PermissionError):
         while time.monotonic() < end:

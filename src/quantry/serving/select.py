@@ -116,12 +116,12 @@ def find_engine(
 
 
 def in_image(engine: str, hardware: Hardware, wanted: str | None = None) -> Installed:
-    """An engine in a container image: of the version that is named, or else the newest that is known."""
+    """Returns an engine in a container image: of the named version, or else the newest known one."""
     return Installed(engine, wanted or engine_facts(engine).latest, hardware.device.platform)
 
 
 def _usual(model: ServedModel, python: Path | None) -> str:
-    """The first usual engine of the format that is installed, or the first of them if none is."""
+    """Returns the first usual engine of the format that is installed, or the first of them if none is."""
     candidates = usual(model.format)
     if len(candidates) == 1:
         return candidates[0]
@@ -131,7 +131,7 @@ def _usual(model: ServedModel, python: Path | None) -> str:
 
 
 def _conversion(model: ServedModel, engine: str) -> str:
-    """A command that makes the model loadable, for those who want this engine all the same; empty if none does."""
+    """Returns a command that makes the model loadable in this engine all the same; empty if none does."""
     formats = engine_facts(engine).formats
     preset = " --preset gguf-q4_k_m" if formats == ("gguf",) else ""
     if model.format == "safetensors":
@@ -147,7 +147,7 @@ def _conversion(model: ServedModel, engine: str) -> str:
 
 
 def _embedded(engine: str, hardware: Hardware, wanted: str | None) -> Installed:
-    """An engine in a package of Quantry's own python; only the engine itself can say if it was built for GPUs."""
+    """Finds an engine in a package of Quantry's own python; only the engine itself knows if it was built for GPUs."""
     facts = engine_facts(engine).installation
     packages = _packages(sys.executable, facts.distributions)
     if not packages:
@@ -164,7 +164,7 @@ def _embedded(engine: str, hardware: Hardware, wanted: str | None) -> Installed:
 def _program(
     engine: str, hardware: Hardware, python: Path | None, program: Path | None, wanted: str | None
 ) -> Installed:
-    """An engine with a program of its own, in the folder of the named python or on the search path."""
+    """Finds an engine with its own program, in the folder of the named python or on the search path."""
     name = str(program or engine_facts(engine).installation.program)
     sibling = str(python.parent / name) if python and not program else None
     path = (shutil.which(sibling) if sibling else None) or shutil.which(name)
@@ -175,7 +175,7 @@ def _program(
 
 
 def _version_in(text: str, engine: str) -> str:
-    """The version that a text names, such as the output of a program; the newest known one if it names none."""
+    """Returns the version that a text names, such as the output of a program; the newest known one if it names none."""
     facts = engine_facts(engine)
     match = re.search(facts.installation.version_pattern, text)
     if match is None:
@@ -195,7 +195,7 @@ def _missing(engine: str, hardware: Hardware, problem: str) -> QuantryError:
 
 
 def _python(engine: str, wanted: Path | None) -> str:
-    """The python that has the engine: the one that is named, or this one."""
+    """Returns the python that has the engine: the named one, or this one."""
     if wanted is None:
         return sys.executable
     path = shutil.which(wanted)
@@ -206,7 +206,7 @@ def _python(engine: str, wanted: Path | None) -> str:
 
 @cache
 def _packages(python: str, names: tuple[str, ...]) -> dict[str, str]:
-    """The versions of those packages that a python has, in their order."""
+    """Returns the versions of those packages that a python has, in their order."""
     if python == sys.executable:
         return {name: version(name) for name in names if _has(name)}
     output = _output([python, "-c", PROBE, *names]).strip()
@@ -245,7 +245,7 @@ def _own_formats() -> list[OwnFormat]:
 
 
 def _own_context(folder: Path, stored: str) -> int | None:
-    """The longest sequence of a model in a format that only one engine has."""
+    """Returns the longest sequence of a model in a format that only one engine has."""
     own = next(own for own in _own_formats() if own.name == stored)
     if not own.context:
         return None

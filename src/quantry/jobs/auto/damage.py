@@ -14,15 +14,9 @@ from quantry.jobs.auto.choices import LayerChoices
 from quantry.llamacpp.tensor_map import HEAD
 from quantry.methods.rounding import LayerInput
 from quantry.models.linears import module_names
+from quantry.quantizing.calibration import fisher
 from quantry.quantizing.calibration.block_inputs import BlockInputs
-from quantry.quantizing.calibration.fisher import (
-    Fisher,
-    damage,
-    embedding_damage,
-    fisher,
-    input_damage,
-    load_or_compute,
-)
+from quantry.quantizing.calibration.fisher import Fisher
 from quantry.quantizing.calibration.per_block import BlockCalibration, BlockSteps
 from quantry.quantizing.calibration.store import Statistics
 from quantry.quantizing.calibration.text import SEED
@@ -119,31 +113,32 @@ class DamageMeter:
             return weight, slice(None), 1.0
         chosen = torch.linspace(0, len(weight) - 1, ROWS).round().long()
         some, fisher_rows, gram = weight[chosen.to(weight.device)], self._fisher_rows(part), layer_input.stats.gram
-        lost = damage(some, fisher_rows[chosen], gram)
-        return some, chosen, damage(weight, fisher_rows, gram) / lost if lost else len(weight) / ROWS
+        lost = fisher.damage(some, fisher_rows[chosen], gram)
+        return some, chosen, fisher.damage(weight, fisher_rows, gram) / lost if lost else len(weight) / ROWS
 
     def damage(self, layer: LayerChoices, part: Slice, error: Tensor, rows: slice | Tensor) -> float:
         """Predicts the damage of an error of some rows of a layer."""
         gradients = self.gradients
         if layer.block is not None:
             layer_input = self._input(part)
-            return 0.0 if layer_input is None else damage(error, self._fisher_rows(part)[rows], layer_input.stats.gram)
+            if layer_input is None:
+                return 0.0
+            return fisher.damage(error, self._fisher_rows(part)[rows], layer_input.stats.gram)
         own = slice(*part.rows) if part.rows else slice(None)
-        as_head = damage(error, gradients.head[own], gradients.gram.to(error.device))
-        as_embedding = embedding_damage(error, gradients.frequency[own], gradients.embedding)
+        as_head = fisher.damage(error, gradients.head[own], gradients.gram.to(error.device))
+        as_embedding = fisher.embedding_damage(error, gradients.frequency[own], gradients.embedding)
         return as_head if layer.name == HEAD else as_embedding + (as_head if self._tied else 0.0)
 
     def _input_damage(self, part: Slice, weight: Tensor, noise: float, rows: slice | Tensor) -> float:
         layer_input = self._input(part) if noise else None
         if layer_input is None:
             return 0.0
-        return input_damage(weight, self._fisher_rows(part)[rows], layer_input.stats.gram, noise)
+        return fisher.input_damage(weight, self._fisher_rows(part)[rows], layer_input.stats.gram, noise)
 
     def _input(self, part: Slice) -> LayerInput | None:
         return self._known.input_of(tensor_of(part), part.expert)
 
     def _fisher_rows(self, part: Slice) -> Tensor:
-        """Returns the Fisher information of a layer's outputs."""
         name = tensor_of(part)
         outputs = torch.cat([self.gradients.outputs[module] for module in module_names(name, part.expert)])
         divisor = self._divisors.get((name, part.expert))
@@ -156,16 +151,13 @@ class DamageMeter:
         statistics, walk = self._statistics, self._statistics.walk
         windows = statistics.text.tokens[: max(1, GRADIENT_TOKENS // statistics.text.length)]
         key = f"fisher {statistics.fingerprint} {walk.dtype} {len(windows)} {SEED}"
-        return load_or_compute(
-            statistics.store,
-            sha256(key.encode()).hexdigest()[:32],
-            lambda: fisher(
-                Walk(walk.source, device=walk.device, dtype=walk.dtype, memory=walk.memory),
-                windows,
-                seed=SEED,
-                progress=lambda done, _, label: self._report(done, label),
-            ),
-        )
+
+        def compute() -> Fisher:
+            gradients = Walk(walk.source, device=walk.device, dtype=walk.dtype, memory=walk.memory)
+            report = self._report
+            return fisher.fisher(gradients, windows, seed=SEED, progress=lambda done, _, label: report(done, label))
+
+        return fisher.load_or_compute(statistics.store, sha256(key.encode()).hexdigest()[:32], compute)
 
     def _report(self, done: int, label: str) -> None:
         if self._progress:

@@ -57,7 +57,6 @@ def _useful(table: Table) -> list[int]:
 
 
 def _searched(whole: "Problem", best: list[int]) -> tuple[list[int], float]:
-    """Returns a better choice if the search finds one, and the bound of all."""
     places, floor = whole.core(whole.damage(best))
     tables = [[table[place] for place in inside] for table, inside in zip(whole.tables, places, strict=True)]
     search = Search(Problem(tables, whole.budget), whole.damage(best), floor)
@@ -295,7 +294,6 @@ def _by_largest_step(tables: Sequence[Table]) -> list[int]:
 
 
 def _sums_behind(rows: Table) -> list[tuple[int, float]]:
-    """Returns the sums of all later rows, for each row."""
     sums = list(accumulate(reversed(rows), lambda total, row: (total[0] + row[0], total[1] + row[1]), initial=(0, 0.0)))
     return sums[-2::-1]
 

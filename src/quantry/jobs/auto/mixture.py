@@ -127,7 +127,6 @@ class Mixer:
         return self.recipe(Solution(chosen, 0, 0.0, 0.0), name)
 
     def _within(self, budget: Budget) -> tuple[Recipe, Solution]:
-        """Returns the best mixture that is not larger than the budget."""
         smallest, largest = limits(self.items)
 
         def attempt(size: int) -> tuple[Recipe, Solution, int]:
@@ -150,7 +149,6 @@ class Mixer:
         raise RecipeError(f"no mixture was found for {budget.words}", fix="ask for another size")
 
     def _fitting(self, fit: DeviceBudget) -> tuple[Recipe, Solution]:
-        """Returns the best mixture that a device has room for."""
         smallest, largest = limits(self.items)
 
         def make(budget: Budget) -> Recipe:
@@ -163,7 +161,6 @@ class Mixer:
         return recipe, solve(self.items, budget.bytes, at_most=True)
 
     def _bytes(self, recipe: Recipe, files: bool) -> int:
-        """Returns the bytes of the files of a recipe, or of the tensors in them."""
         target = target_of(self._checkpoint, recipe, keep_odd=True)
         return file_bytes(target.container(Path()), target.plan.pieces) if files else target.plan.bytes
 

@@ -15,23 +15,12 @@ from typing import Any
 
 from quantry import __version__
 from quantry.errors import OutputError, QuantryError
-from quantry.jobs.load import endpoint, guidellm_process
+from quantry.jobs.load import endpoint, guidellm_process, scenario
 from quantry.jobs.load.endpoint import Endpoint
 from quantry.jobs.load.guidellm_process import GuidellmProcess
 from quantry.jobs.load.metrics import Watch
 from quantry.jobs.load.results import Level, level_of
-from quantry.jobs.load.scenario import (
-    SECONDS,
-    SEED,
-    SWEEP,
-    TIMEOUT,
-    Concurrency,
-    Lengths,
-    Load,
-    Profile,
-    doubling_profiles,
-    profiles_of,
-)  # fmt: skip
+from quantry.jobs.load.scenario import Concurrency, Lengths, Load, Profile
 from quantry.jobs.load.slo import SloFinding, check_limits, judge
 from quantry.jobs.output_folder import write_json, writing
 from quantry.models.writer import write_atomically
@@ -85,8 +74,8 @@ def bench(
     output: Path | None = None,
     guidellm_python: Path | None = None,
     started: GuidellmProcess | None = None,
-    timeout: float = TIMEOUT,
-    seed: int = SEED,
+    timeout: float = scenario.TIMEOUT,
+    seed: int = scenario.SEED,
     progress: Progress | None = None,
 ) -> Bench:
     """Loads an OpenAI endpoint level by level, and compares the figures with `slo` (see slo.LIMITS; times in ms).
@@ -100,11 +89,11 @@ def bench(
 
         bench("http://127.0.0.1:8080", concurrency=[1, 8], slo={"ttft_p95": 500})
     """
-    profiles = profiles_of(concurrency, rate)
+    profiles = scenario.profiles_of(concurrency, rate)
     limits = check_limits(slo or {})
     load = Load(
         prompt=Lengths.of(prompt_tokens, "--prompt-tokens"), answer=Lengths.of(answer_tokens, "--answer-tokens"),
-        requests=requests, seconds=SECONDS if seconds is None and requests is None else seconds,
+        requests=requests, seconds=scenario.SECONDS if seconds is None and requests is None else seconds,
         shared_prefix=shared_prefix, dataset=None if dataset is None else str(dataset), chat=chat, timeout=timeout,
         seed=seed,
     ).checked()  # fmt: skip
@@ -113,7 +102,7 @@ def bench(
     server = endpoint.find(url, model, api_key)
     levels, version = _measured(server, load, profiles, tokenizer, guidellm, progress)
     _check_answered(server, levels)
-    result = _bench(server, load, levels, limits, swept=concurrency == SWEEP)
+    result = _bench(server, load, levels, limits, swept=concurrency == scenario.SWEEP)
     finished = replace(result, versions={"quantry": __version__, "guidellm": version})
     return _written(finished, output) if output else finished
 
@@ -154,7 +143,7 @@ def _levels(
 ) -> Iterator[Level]:
     """Measures level after level, until the server answers nothing or a sweep gains nothing."""
     before: Level | None = None
-    for number, profile in enumerate(profiles or doubling_profiles()):
+    for number, profile in enumerate(profiles or scenario.doubling_profiles()):
         if before and (not before.completed or (profiles is None and before.output_tokens_per_second == 0)):
             return
         if progress:

@@ -46,10 +46,7 @@ class GuidellmProcess:
         check_version(self.version)
 
     def run(self, scenario: Mapping[str, Any]) -> dict[str, Any]:
-        """Runs a scenario of one level and returns its part of guidellm's report.
-
-        Raises QuantryError if guidellm fails or ends.
-        """
+        """Runs a scenario of one level and returns guidellm's report. Raises QuantryError if guidellm fails or ends."""
         file = self.folder / "report.json"
         file.unlink(missing_ok=True)
         request = {"spec": {**scenario, "outputs": [{"kind": "json", "path": str(file)}]}}

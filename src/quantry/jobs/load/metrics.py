@@ -93,12 +93,10 @@ class Watch:
         metrics = engines()[self._engine].metrics if self._engine else None
         if not self._engine or not metrics:
             return None
-        return Figures(self._engine, *(self._figure(getattr(metrics, name)) for name in FIGURES))
-
-    def _figure(self, measure: Measure | None) -> float | None:
-        if measure is None:
-            return None
-        return measure.between(self._before, self._after if measure.under else self._peak)
+        measures: list[Measure | None] = [getattr(metrics, name) for name in FIGURES]
+        ends = [self._after if measure and measure.under else self._peak for measure in measures]
+        pairs = zip(measures, ends, strict=True)
+        return Figures(self._engine, *(measure and measure.between(self._before, end) for measure, end in pairs))
 
     def _watch(self) -> None:
         while not self._over.wait(self._every):

@@ -132,6 +132,5 @@ def _share_of_head(text: list[str], head: list[str]) -> float:
 
 
 def _share_in_runs(text: list[str], runs: "Counter[tuple[str, ...]]", majority: float) -> float:
-    """Returns the share of a prompt in runs of words that most prompts have."""
     words = {at + step for at in _starts(text) if runs[tuple(text[at : at + SPAN])] > majority for step in range(SPAN)}
     return len(words) / len(text)

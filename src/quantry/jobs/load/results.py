@@ -106,7 +106,6 @@ def _mean(metrics: Mapping[str, Any], name: str) -> float:
 
 
 def _problem(report: Mapping[str, Any]) -> str:
-    """Returns the most frequent error of the requests that failed."""
     errors = Counter(str((row.get("info") or {}).get("error") or "") for row in report["requests"]["errored"] or ())
     text = errors.most_common(1)[0][0].replace("\\n", " ") if errors else ""
     status = STATUS.search(text)

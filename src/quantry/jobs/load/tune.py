@@ -127,7 +127,6 @@ def _check(
 
 
 def _is_local(name: str | Path | None) -> bool:
-    """Returns True if a data set or tokenizer needs no download."""
     return name is None or Path(name).expanduser().exists()
 
 
@@ -153,7 +152,6 @@ def _check_context(
 
 
 def _prompt_notes(load: Mapping[str, Any], default: Trial) -> list[str]:
-    """Says what the prompts do to the prefix cache."""
     hit_rate = default.engine("prefix_hit_rate")
     if load["dataset"] is None:
         advice = prompts.unused(load["shared_prefix"], load["prompt_tokens"].mean, hit_rate)

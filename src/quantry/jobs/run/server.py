@@ -60,7 +60,6 @@ def port_of(plan: RunPlan) -> int:
 
 
 def _flag(option: Option, name: str) -> str | None:
-    """Returns the value of a flag in the planned command."""
     words = option.commands["serve"]
     return words[words.index(name) + 1] if name in words[:-1] else None
 

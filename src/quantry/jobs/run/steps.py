@@ -49,7 +49,6 @@ class RunSteps:
 
     @property
     def _record(self) -> dict[str, Any]:
-        """The record of the present artefact."""
         record: dict[str, Any] = self._records.setdefault(self._plan.artefact.name, {})
         return record
 
@@ -156,7 +155,6 @@ class RunSteps:
         return result
 
     def _check_request(self, request: Mapping[str, Any]) -> None:
-        """Raises OutputError if the existing artefact was made for another request."""
         before = self._record.get("asked")
         if before == request:
             return
@@ -207,7 +205,6 @@ class RunSteps:
         }
 
     def _commands(self) -> dict[str, str]:
-        """Returns the commands that a user may want next."""
         plan, artefact = self._plan, str(self._plan.artefact)
         python = ["--engine-python", str(plan.options.engine_python)] if plan.options.engine_python else []
         serve = ["quantry", "serve", artefact, "--engine", plan.candidate.engine, *python]

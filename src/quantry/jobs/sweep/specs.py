@@ -9,7 +9,7 @@ from typing import Any
 from quantry.devices import hardware
 from quantry.errors import QuantryError, RecipeError, UnknownNameError
 from quantry.formats.gguf import NAME as GGUF
-from quantry.llamacpp import importance
+from quantry.jobs.quantize import importance_of
 from quantry.planning.budget import parse
 from quantry.quantizing.recipe import AUTO, build
 from quantry.registry import suggest
@@ -128,16 +128,10 @@ def _uniform(spec: ArtefactSpec) -> ArtefactFacts:
         raise RecipeError("a gpu has no use without preset auto", fix="leave it out, or use auto with a budget")
     names = ("format", "group", "rounder", "input_scales", "kv", "transform")
     recipe = build({"preset": spec.preset, **{name: options.get(name) for name in names}})
-    imatrix = options.get("imatrix")
-    if imatrix in (None, "none"):
-        return ArtefactFacts(recipe.format, recipe.calibrated)
-    if recipe.format != GGUF:
-        raise RecipeError(f"imatrix has no use in format {recipe.format}", fix="leave it out, or use a gguf preset")
-    if recipe.transform:
-        raise RecipeError(f"imatrix has no use with {recipe.transform}, which scales the inputs", fix="leave it out")
-    if imatrix == AUTO:
+    vectors = importance_of(options.get("imatrix"), recipe)
+    if options.get("imatrix") == AUTO:
         return ArtefactFacts(recipe.format, True, AUTO)
-    return ArtefactFacts(recipe.format, recipe.calibrated, importance.read(Path(imatrix).expanduser()).sha256)
+    return ArtefactFacts(recipe.format, recipe.calibrated, vectors.sha256 if vectors else None)
 
 
 def _plain(key: str, value: Any) -> str:

@@ -187,7 +187,6 @@ def _digest(artefact: Path) -> str:
 
 
 def _kept_proof(proof: Proof) -> dict[str, Any]:
-    """Returns the part of a proof that sweep.json keeps."""
     kept = ("kl", "top1", "perplexity", "intervals", "served", "verdict", *COMMON, "notes")
     return {key: value for key, value in proof.to_dict().items() if key in kept}
 
@@ -198,7 +197,6 @@ def _as_json(facts: Mapping[str, Any]) -> Any:
 
 
 def _difference(before: Any, now: Mapping[str, Any]) -> str:
-    """Names the first fact that changed."""
     if not isinstance(before, dict):
         return "another request, which is not noted"
     wanted = _as_json(now)

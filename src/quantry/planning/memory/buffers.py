@@ -217,7 +217,6 @@ def ggml_batch(
 
 
 def _masks(layers: Sequence[CachedLayer], load: Sequences) -> tuple[int, ...]:
-    """Returns the cells of one stream for full and for sliding layers."""
     whole = _padded(load.context)
     windows = sorted({layer.window for layer in layers}, key=lambda window: window is not None)
     return tuple(whole if window is None else _padded(min(whole, window + load.step)) for window in windows)

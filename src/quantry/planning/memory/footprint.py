@@ -103,11 +103,12 @@ class DeviceShare:
 
 
 def _shares(deployment: Deployment, workload: Workload) -> Iterator[DeviceShare]:
-    """Yields what the devices of each stage hold."""
     terms, load = deployment.terms, _load(deployment, workload)
     weights = stored(deployment.checkpoint, deployment.recipe, deployment.keep_odd)
     dtype = cache_type(deployment.kv, terms, weights.dtype)
-    layers = _layers(deployment)
+    config = deployment.checkpoint.config
+    names = {str(config.get("model_type")), str(text_config(config).get("model_type"))}
+    layers = _checked_layers(deployment.checkpoint, any(map(terms.slides, names)))
     rotated = _rotated(dtype, layers)
     for stage in stages(deployment, len(weights.blocks)):
         mine = [layer for layer in layers[stage.blocks.start : stage.blocks.stop] if layer]
@@ -121,16 +122,12 @@ def _shares(deployment: Deployment, workload: Workload) -> Iterator[DeviceShare]
         yield DeviceShare(stage, parts, cache.per_sequence)
 
 
-def _check(workload: Workload) -> None:
+def _load(deployment: Deployment, workload: Workload) -> Sequences:
+    """Returns the load as the engine schedules it. Raises QuantryError if it is not positive."""
     for name in ("context", "concurrency", "prompt"):
         value = getattr(workload, name)
         if type(value) is not int or not 1 <= value < 1 << 31:
             raise QuantryError(f"a {name} of {value} is not a number of 1 or more", fix=f"give a positive --{name}")
-
-
-def _load(deployment: Deployment, workload: Workload) -> Sequences:
-    """Returns the load as the engine schedules it."""
-    _check(workload)
     terms, settings = deployment.terms, deployment.settings
     context, count = workload.context, workload.concurrency
     tokens, sequences = default_batch(terms, deployment.device)
@@ -141,12 +138,6 @@ def _load(deployment: Deployment, workload: Workload) -> Sequences:
     slots = settings.sequences or max(sequences, count)
     step = settings.tokens or min(tokens, slots * context)
     return Sequences(context, count, step, min(slots, step), in_flight=deployment.pipeline_parallel + 1)
-
-
-def _layers(deployment: Deployment) -> tuple[CachedLayer | None, ...]:
-    config = deployment.checkpoint.config
-    names = {str(config.get("model_type")), str(text_config(config).get("model_type"))}
-    return _checked_layers(deployment.checkpoint, any(map(deployment.terms.slides, names)))
 
 
 @per_checkpoint(16)

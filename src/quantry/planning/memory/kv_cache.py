@@ -65,10 +65,7 @@ class Pool:
 
 
 def layers_of(config: Mapping[str, Any], sliding: bool = True) -> tuple[CachedLayer | None, ...]:
-    """Returns what every layer keeps, first to last, None for a layer without a cache.
-
-    Without `sliding`, windows are ignored.
-    """
+    """Returns what every layer keeps, None for one without a cache; without `sliding`, windows are ignored."""
     text = text_config(config)
     states = {group.kind: (group.state_bytes or 0) // group.layers for group in kv_layers(config)}
     layers = (

@@ -237,7 +237,6 @@ def _feed_forward(batch: GraphBatch, at: str, attended: str, residual: str, toke
 
 
 def _gated(at: str, mark: str, size: int, inner: int, hidden: int, fused: bool) -> list[Node]:
-    """Returns gate, up, their product, and down."""
     gate, up, product, down = (f"{at}{name}{mark}" for name in ("gate", "up", "product", "down"))
     if fused:
         first = [Node(up, 2 * size * inner, (at + "n2",)), Node(product, size * inner, (up,))]

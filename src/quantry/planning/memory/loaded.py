@@ -89,7 +89,6 @@ def _applies(rule: LoadRule, weight: Weight, entries: Sequence[Entry], device: D
 
 
 def _computed(deployment: Deployment, stage: Stage) -> dict[str, int]:
-    """Returns what engines compute from the config when they load a model."""
     if deployment.terms.activations != "step":
         return {}
     sizes = widths(deployment.checkpoint.config)

@@ -95,7 +95,6 @@ def _least(value: Any, default: int) -> int:
 
 
 def _check_heads(config: Mapping[str, Any], devices: int) -> None:
-    """Raises WeightError if `devices` cannot share the attention heads."""
     if type(devices) is not int or not 1 <= devices <= 1024:
         raise QuantryError(f"tensor parallel size {devices} is not 1 to 1024", fix="use 1, 2, 4 or 8")
     heads, kv_heads = head_counts(config)

@@ -178,7 +178,6 @@ def matrix_seconds(work: StepWork, runtime: Runtime, kind: Kind, tokens: float, 
 
 
 def _larger(weights: WeightGroup, tokens: float, rate: float, runtime: Runtime) -> Seconds:
-    """Returns the larger of the time to read weights and the time to compute with them."""
     padded = tokens + (runtime.factors.pad if tokens > 1 else 0)
     read = weights.bytes / runtime.shared / runtime.bandwidth
     computed = 2 * weights.weights * padded / runtime.shared / rate
@@ -204,7 +203,6 @@ def _exchange_seconds(work: StepWork, runtime: Runtime, tokens: float) -> float:
 
 
 def _rate(runtime: Runtime, kind: Kind, detail: str) -> float:
-    """Returns the operations per second that an engine reaches for a kind of work."""
     base = runtime.factors.base
     wanted = (base,) if base else (detail,) if kind == "8-bit" else SIXTEEN.get(detail, SIXTEEN["f16"])
     return _entry(runtime.factors.compute, kind, detail) * _operations(runtime.device, wanted)

@@ -119,8 +119,7 @@ class TorchAnswers(Answers):
         self.batch = batch
         self._ends = sorted({*ends, *_ends(self._module, tokenizer)})
         self._can_cut_logits = "logits_to_keep" in signature(self._module.forward).parameters
-        longest = getattr(self._module.config.get_text_config(), "max_position_embeddings", None)
-        self.context = context or min(CONTEXT, int(longest or CONTEXT))
+        self.context = context or min(CONTEXT, _positions(self._module))
         self.prefix = _prefix(tokenizer.bos_token_id, [*_listed(tokenizer.eos_token_id), *self._ends])
         self._prefix_text = str(self._tokenizer.decode([self.prefix]))
 
@@ -250,6 +249,10 @@ def _ends(module: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return {token for place in places for token in _listed(getattr(place, "eos_token_id", None))}
 
 
+def _positions(module: Any) -> int:
+    return int(getattr(module.config.get_text_config(), "max_position_embeddings", None) or CONTEXT)
+
+
 def _listed(tokens: Any) -> list[int]:
     several = tokens if isinstance(tokens, list | tuple) else [] if tokens is None else [tokens]
     return [int(token) for token in several]
@@ -297,7 +300,6 @@ def _inputs(pairs: Sequence[Pair], context: int) -> Inputs:
 
 
 def _longest(batch: Sequence[tuple[int, ...]], inputs: Inputs, pairs: Sequence[Pair]) -> int:
-    """Returns the length of the longest continuation in a batch."""
     return max(len(pairs[number][1]) for tokens in batch for number in inputs[tokens])
 
 
@@ -342,7 +344,6 @@ def _has_stop(tokens: Sequence[int], stops: Sequence[str], spelled: Callable[[Se
 
 
 def _until_stop(tokens: list[int], stops: Sequence[str], spelled: Callable[[Sequence[int]], str]) -> list[int]:
-    """Cuts tokens after the one that completes the first stop."""
     if not any(stop in spelled(tokens) for stop in stops):
         return tokens
     ends = (end for end in range(1, len(tokens)) if _has_stop(tokens[:end], stops, spelled))

@@ -136,7 +136,6 @@ def _check_installed() -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Turns off the progress bars of the libraries that the harness uses."""
     import datasets
     from lm_eval.api import task
 

@@ -77,10 +77,7 @@ class PromptReport:
 
 
 def read_prompts(file: Path | str) -> list[Prompt]:
-    """Reads a file of JSON lines, without the blank ones.
-
-    Raises QuantryError if it cannot be read, has no prompts, a wrong field or an id twice.
-    """
+    """Reads JSON lines. Raises QuantryError if they cannot be read, or have no prompt, a wrong field or an id twice."""
     path = Path(file)
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()

@@ -207,7 +207,7 @@ class Handler(BaseHTTPRequestHandler):
         self._log(sum(map(len, request.prompts)), generated.tokens)
 
     def _generate(self, answers: ResponseFormat, index: int, prompt: Sequence[int], generated: "_Generated") -> None:
-        """One answer: sent piece by piece, or kept until it is whole."""
+        """Sends one answer piece by piece, or keeps it until it is whole."""
         pieces: list[AnswerPiece] = []
         for piece in self.server.model.answer(answers.request, prompt, self._gone):
             generated.tokens += 1
@@ -227,7 +227,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
 
     def _gone(self) -> bool:
-        """True if the client has closed its side; one that waits sends nothing."""
+        """Returns True if the client has closed its side; one that waits sends nothing."""
         self.connection.settimeout(0)
         try:
             return not self.connection.recv(1, socket.MSG_PEEK)

@@ -116,14 +116,14 @@ class GenaiModel:
         return str(self._library.__version__)
 
     def encode(self, text: str, param: str) -> tuple[int, ...]:
-        """The tokens of a text, with those that a tokenizer puts around it."""
+        """Returns the tokens of a text, with those that a tokenizer puts around it."""
         if self._around is None:
             return self._encoded(self._tokenizer, text, param)
         before, after = self._around
         return before + self._encoded(self._bare, text, param) + after
 
     def encode_chat(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
-        """The tokens of a conversation in the model's own form, up to where the answer begins."""
+        """Returns the tokens of a conversation in the model's own form, up to where the answer begins."""
         _plain("".join(text for message in messages for text in message.values()), "messages")
         with self._tokenizing:
             try:
@@ -178,7 +178,7 @@ class GenaiModel:
 
 
 def score(logits: Any, token: int, count: int) -> ScoredToken:
-    """Log-probabilities from logits, before temperature and the like."""
+    """Returns log-probabilities from logits, before temperature and the like."""
     import numpy as np
 
     row = np.asarray(logits, dtype=np.float64).reshape(-1)
@@ -209,7 +209,7 @@ def _library() -> Any:
 
 
 def _limits(folder: Path, wanted: int | None) -> tuple[int, int, frozenset[int]]:
-    """Context, size of the vocabulary, and the tokens that end an answer."""
+    """Returns the context, the size of the vocabulary, and the tokens that end an answer."""
     try:
         model = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["model"]
         longest, vocabulary, ends = int(model["context_length"]), int(model["vocab_size"]), model["eos_token_id"]
@@ -224,7 +224,7 @@ def _limits(folder: Path, wanted: int | None) -> tuple[int, int, frozenset[int]]
 
 
 def _around(folder: Path) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The tokens that a tokenizer puts before and after a text, by its file; None without such a file.
+    """Returns the tokens that a tokenizer puts before and after a text, by its file; None without such a file.
 
     The library reads them from other places and was seen to leave them out (0.18.0): texts lacked their first token.
     """

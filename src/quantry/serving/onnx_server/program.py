@@ -40,7 +40,6 @@ def main(words: Sequence[str]) -> int:
 
 
 def _end(server: OnnxServer) -> int:
-    """Ends after the token that is being computed."""
     server.model.ending.set()
     server.shutdown()
     server.server_close()

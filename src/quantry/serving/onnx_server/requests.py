@@ -79,7 +79,7 @@ class CompletionRequest:
     usage: bool = True  # at the end of a stream
 
     def options(self, prompt: Sequence[int]) -> Json:
-        """Of the library's search."""
+        """Returns the options of the library's search."""
         longest = len(prompt) + self.tokens
         chosen: Json = {"max_length": longest, "min_length": longest if self.ignore_eos else 0, "num_beams": 1}
         chosen["repetition_penalty"] = self.repetition
@@ -122,7 +122,7 @@ def _check_model(body: Json, model: Tokenizing) -> None:
 
 
 def _prompts(body: Json, model: Tokenizing) -> tuple[tuple[int, ...], ...]:
-    """A text, numbers of tokens, or a list of either."""
+    """Reads a text, numbers of tokens, or a list of either."""
     given = body.get("prompt")
     several = isinstance(given, list) and given and not _is_whole(given[0])
     prompts = []
@@ -167,7 +167,7 @@ def _message(given: Any) -> dict[str, str]:
 
 
 def _tokens(body: Json, prompts: Sequence[Sequence[int]], context: int, *, chat: bool) -> int:
-    """How long an answer may be; prompt and answer must fit the context together."""
+    """Returns how long an answer may be; prompt and answer must fit the context together."""
     longest = max(map(len, prompts))
     if longest >= context:
         raise RefusedError(

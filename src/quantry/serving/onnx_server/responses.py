@@ -28,7 +28,7 @@ class ResponseFormat:
         return {"prompt_tokens": read, "completion_tokens": generated, "total_tokens": read + generated}
 
     def choice(self, index: int, pieces: Sequence[AnswerPiece]) -> Json:
-        """A whole answer, or the next pieces of at."""
+        """Returns a whole answer, or the next pieces of it."""
         text = "".join(piece.text for piece in pieces)
         choice: Json = {"index": index, "finish_reason": pieces[-1].finish, "logprobs": None}
         if self.request.likeliest is not None:
