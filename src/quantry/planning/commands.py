@@ -22,7 +22,7 @@ class PlannedArtefact:
     def folder(self) -> str:
         """The folder that the quantized model goes to."""
         suffix = "" if self.format == self.preset.formats[0] else f"-{self.format}"
-        return f"{_plain_name(self.model)}-{self.preset.name}{suffix}"
+        return f"{plain_name(self.model)}-{self.preset.name}{suffix}"
 
     @property
     def served(self) -> str:
@@ -30,12 +30,12 @@ class PlannedArtefact:
         if self.format != "gguf":
             return self.folder
         assert self.preset.file_type is not None
-        stem = f"{self.folder}/{_plain_name(self.model)}-{self.preset.file_type.upper()}"
+        stem = f"{self.folder}/{plain_name(self.model)}-{self.preset.file_type.upper()}"
         return f"{stem}.gguf" if self.shards == 1 else f"{stem}-00001-of-{self.shards:05d}.gguf"
 
 
-def _plain_name(model: str) -> str:
-    """Returns the model's own name, as `quantry quantize` uses it for a file."""
+def plain_name(model: str) -> str:
+    """Returns the last part of a model's path or hub id, as `quantry quantize` uses it for a file."""
     path = Path(model).expanduser()
     return path.resolve().name if path.exists() else path.name.partition("@")[0]
 

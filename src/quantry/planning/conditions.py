@@ -76,9 +76,6 @@ def _compares(value: Any, how: str, limit: Any, facts: Facts) -> bool:
     return any(results) if how == "not_multiple_of" else all(results)
 
 
-# ---- in words ----
-
-
 def spell_need(needs: Conditions, name: str, facts: Facts) -> str:
     """Spells a need that is not met, and the fact: "bits 4 or 8, not 3"."""
     wanted = needs[name]

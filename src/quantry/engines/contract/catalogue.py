@@ -20,34 +20,38 @@ CAPABILITIES = ("refusals", "kernels", "cautions", "notes")
 LAST = 100  # rank of an engine that states none
 
 
-@dataclass(frozen=True, slots=True)
-class Capability:
-    """A rule of what an engine can do: `when` says what it is about; a kernel also has a name and needs."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionedRow:
+    """Knowledge of an engine from version `since` up to, but not including, version `until`."""
 
     source: str
     date: str
+    since: str | None = None
+    until: str | None = None
+
+    def holds_in(self, version: str) -> bool:
+        key = version_key(version)
+        begun = self.since is None or version_key(self.since) <= key
+        return begun and (self.until is None or key < version_key(self.until))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capability(VersionedRow):
+    """A rule of what an engine can do: `when` says what it is about; a kernel also has a name and needs."""
+
     when: Conditions = field(default_factory=dict)
     needs: Conditions = field(default_factory=dict)
     name: str | None = None
     outcome: str = "kernel"
     reason: str = ""
     fix: str | None = None
-    since: str | None = None
-    until: str | None = None
-
-    def holds_in(self, version: str) -> bool:
-        return _within(version, self.since, self.until)
 
 
-@dataclass(frozen=True, slots=True)
-class Flag:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag(VersionedRow):
     """An option of an engine's command line; with a `value`, one value of it."""
 
     name: str
-    source: str
-    date: str
-    since: str | None = None
-    until: str | None = None
     replacement: str | None = None
     value: str | None = None
     default: str | None = None
@@ -56,9 +60,6 @@ class Flag:
     @property
     def words(self) -> str:
         return f"{self.name} {self.value}" if self.value else self.name
-
-    def holds_in(self, version: str) -> bool:
-        return _within(version, self.since, self.until)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,7 @@ class VerifyFacts:
     install: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)  # unless the user's environment has the name
     scorer: str = ""  # file beside the engine's own, with a class `Scorer`
+    kernels: str = r"(?!)"  # pattern of the log's words on its kernels; matches nothing unless stated
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,14 +330,6 @@ def version_key(version: str) -> tuple[int, ...]:
     while len(numbers) > 1 and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)
-
-
-def _within(version: str, since: str | None, until: str | None) -> bool:
-    key = version_key(version)
-    return (since is None or version_key(since) <= key) and (until is None or key < version_key(until))
-
-
-# ---- reading ----
 
 
 def _read(plugin: str, file: Path) -> Engine:

@@ -77,9 +77,6 @@ class Command:
         return HIDDEN if word in self.secrets else word
 
 
-# ---- settings ----
-
-
 def maybe(name: str, value: object, why: str) -> list[Setting]:
     """Returns a setting, unless its value is None and so left to the engine."""
     return [] if value is None else [Setting(name, value, why)]
@@ -95,9 +92,6 @@ def switch(on: bool | None, name: str, why: str, off: str | None = None, why_off
 def several(name: str, number: int, why: str) -> list[Setting]:
     """Returns a setting, unless its number is 1."""
     return [Setting(name, number, why)] if number > 1 else []
-
-
-# ---- commands ----
 
 
 def started_by(

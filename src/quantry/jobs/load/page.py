@@ -103,9 +103,6 @@ def _engine_figure(level: Level, name: str) -> str:
     return "–" if value is None else f"{value:.1%}"
 
 
-# ---- plots ----
-
-
 def _plots(result: Bench, width: int) -> list[Plot]:
     levels = [level for level in result.levels if level.completed]
     speeds = [level.output_tokens_per_second for level in levels]

@@ -14,6 +14,7 @@ from quantry.errors import QuantryError
 from quantry.jobs.auto.choices import FORMATS as MIXED_FORMATS
 from quantry.jobs.output_folder import OutputFolder, read_object
 from quantry.planning.budget import parse
+from quantry.planning.commands import plain_name
 from quantry.planning.option import Option
 from quantry.planning.plan import Plan, plan
 from quantry.planning.rules import find_use
@@ -177,12 +178,6 @@ def plan_run(model: str, output: str | Path | None, options: RunOptions) -> RunP
         notes=(*planned.notes, *choice.notes),
         fallbacks=fallbacks(choice.candidate, choice.others),
     )
-
-
-def plain_name(model: str) -> str:
-    """Returns the last part of a model's path or hub id."""
-    path = Path(model).expanduser()
-    return path.resolve().name if path.exists() else path.name.partition("@")[0]
 
 
 class _Choice(NamedTuple):

@@ -12,11 +12,12 @@ from quantry import __version__
 from quantry.devices.detect import detect
 from quantry.errors import OutputError
 from quantry.jobs.output_folder import read_artefact, read_object, write_json
-from quantry.jobs.run.plan import LENGTH, LOG, PLAN, RunPlan, plain_name
+from quantry.jobs.run.plan import LENGTH, LOG, PLAN, RunPlan
 from quantry.jobs.run.result import Run, RunStep, figures_of
 from quantry.jobs.run.server import first_answer, measured_memory, server_options
 from quantry.models.identity import identity
 from quantry.models.reader import local_folder, open_checkpoint
+from quantry.planning.commands import plain_name
 from quantry.report.sizes import human
 from quantry.serving.client import Answer
 from quantry.serving.prepare import ServerPlan, prepare

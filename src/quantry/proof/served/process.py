@@ -31,10 +31,9 @@ from quantry.types import Progress
 SCRIPT = Path(__file__).parent / "inside" / "script.py"
 MARK = "@quantry "
 PATIENCE = 900.0  # seconds without a line: a large checkpoint may load from a slow disk for minutes between two
-KERNEL = re.compile(r"\b(?:Using|Selected) \w*Kernel\w* for [A-Z]\w+")  # how vLLM reports its kernels
 ERROR_LINE = re.compile(r"[\w.]*(Error|Exception)\b")  # how the last line of a Python traceback starts
 MESSAGE = 400  # characters of an engine's message that are shown
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,7 @@ class _Listener:
             self._take(json.loads(line.removeprefix(MARK)))
         elif line.strip():
             self.lines.append(line.strip())
-            self.kernels |= dict.fromkeys(KERNEL.findall(line))
+            self.kernels |= dict.fromkeys(re.findall(self.engine.facts.kernels, line))
 
     def _take(self, message: Mapping[str, Any]) -> None:
         if "error" in message:

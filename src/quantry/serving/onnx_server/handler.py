@@ -161,8 +161,6 @@ class Handler(BaseHTTPRequestHandler):
             raise RefusedError(413, f"the request has {size} bytes, and {BODY} are taken")
         return self.rfile.read(int(size))
 
-    # ---- paths ----
-
     def _health(self, _: bytes) -> None:
         self._json({"status": "ok"})
 
@@ -188,8 +186,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def _chat(self, body: bytes) -> None:
         self._answer(read_request(_object(body), self.server.model, chat=True))
-
-    # ---- answers ----
 
     def _answer(self, request: CompletionRequest) -> None:
         answers, generated = ResponseFormat(request, self.server.model), _Generated()
