@@ -15,7 +15,7 @@ LOOKUP = "lookup"  # as `Serving.speculative`: guesses are copied from the promp
 
 
 def option(text: str, default: Any = None, *, secret: bool = False, **flag: str) -> Any:
-    """A field with its help text; `flag` holds further arguments for the flag of the command line."""
+    """Returns a field with its help text; `flag` holds further arguments for the flag of the command line."""
     return field(default=default, repr=not secret, metadata={"help": text, **flag})
 
 
@@ -76,7 +76,7 @@ class Serving(Options):
     python: str = "python"  # of the engine's environment
 
     def plain(self) -> "Serving":
-        """The same model in the same engine, without any option."""
+        """Returns the same model in the same engine, without any option."""
         return Serving(engine=self.engine, version=self.version, model=self.model, format=self.format)
 
     @property
