@@ -47,7 +47,7 @@ def command(
 
 
 def _run(prepared: "ServerPlan", log: Path | None, patience: float, *, quiet: bool, json: bool) -> None:
-    """Serves until the engine ends or a signal comes; an end of its own is an error with its exit code."""
+    """Serves until the engine ends or a signal comes; if it ends by itself, that is an error with its exit code."""
     from quantry.serving.process import ended_by_signals, start
 
     try:

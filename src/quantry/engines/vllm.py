@@ -94,7 +94,7 @@ def facts(lines: Iterable[str]) -> Facts:
 def _program(serving: Serving) -> tuple[str, ...]:
     if serving.platform == "cpu":
         return (serving.python, "-m", "vllm.entrypoints.openai.api_server", "--model", serving.model)
-    if serving.python != "python":  # an environment of its own, whose programs are on no path
+    if serving.python != "python":  # its own environment, whose programs are on no path
         return (serving.python, "-m", "vllm.entrypoints.cli.main", "serve", serving.model)
     return ("vllm", "serve", serving.model)
 

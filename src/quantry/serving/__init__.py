@@ -1,4 +1,4 @@
-"""Serving: the right engine for a model, with the right flags for its version, as a process of its own.
+"""Serving: the right engine for a model, with the right flags for its version, as its own process.
 
 | module | does |
 |---|---|

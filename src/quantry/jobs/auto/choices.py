@@ -1,7 +1,7 @@
 """Every choice to store a layer that a format offers: its size, the recipe rule that asks for it, and its rounding.
 
-Layers that an engine must store alike (q/k/v in vLLM, all experts of a layer) form one item; in GGUF every tensor has a
-type of its own. Headers determine everything but the rounding.
+Layers that an engine must store alike (q/k/v in vLLM, all experts of a layer) form one item; in GGUF every tensor has
+its own type. Headers determine everything but the rounding.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

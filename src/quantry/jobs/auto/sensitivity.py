@@ -214,7 +214,7 @@ def measure(
 
 
 def unmeasured(checkpoint: Checkpoint, anatomy: Anatomy, method: Method) -> Sensitivity:
-    """Returns what there is to choose from by headers alone; all damages are 0."""
+    """Returns the choices from headers alone; all damages are 0."""
     choices = model_choices(checkpoint, method.format, "nearest", method.transform)
     layers = tuple(
         _sensitivity(layer, Measured([0.0] * len(layer.choices), [0.0] * len(layer.choices), None))

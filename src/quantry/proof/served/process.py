@@ -1,4 +1,4 @@
-"""An engine in a process of its own: the request goes through a folder, its messages come back line by line."""
+"""An engine in its own process: the request goes through a folder, its messages come back line by line."""
 
 import json
 import os

@@ -216,7 +216,7 @@ class Handler(BaseHTTPRequestHandler):
             generated.choices.append(answers.choice(index, pieces))
 
     def _event(self, data: Json | str) -> None:
-        if not self._begun:  # late, so that what fails before the first token has a status of its own
+        if not self._begun:  # late, so that an error before the first token has its own status
             self._begun = True
             self._head(200, "text/event-stream", Cache_Control="no-cache", Transfer_Encoding="chunked")
         line = f"data: {data if isinstance(data, str) else json.dumps(data)}\n\n".encode()
