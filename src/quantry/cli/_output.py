@@ -62,6 +62,18 @@ def table(
     return empty
 
 
+def facts(rows: "Iterable[tuple[str, RenderableType]]") -> "Table":
+    """Returns a table of names and values, without headings."""
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column()
+    for name, value in rows:
+        grid.add_row(name, value)
+    return grid
+
+
 def announce(artefact: "Artefact") -> None:
     """Prints what is about to be written."""
     typer.echo(

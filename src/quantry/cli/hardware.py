@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantry.cli import _flags as flags
-from quantry.cli._output import print_result, table
+from quantry.cli._output import facts, print_result, table
 from quantry.report.sizes import human
 
 if TYPE_CHECKING:
@@ -28,20 +28,15 @@ def command(gpu: Gpu = None, json: flags.Json = False) -> None:
 
 def picture(machine: "Hardware") -> list["RenderableType"]:
     """Draws the machine, a table of its devices, and where the figures are from."""
-    from rich.table import Table
     from rich.text import Text
 
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="dim")
-    facts.add_column()
-    for name, value in _facts(machine):
-        facts.add_row(name, Text(value))
     rows = [_row(device, count) for device, count in machine.groups()]
     headings = [heading for heading in rows[0] if any(row[heading] for row in rows)]
     devices = table(headings, headings[1:])
     for row in rows:
         devices.add_row(*(Text(row[heading] or "-") for heading in headings))
-    above: list[RenderableType] = [facts, ""] if facts.row_count else []
+    known = [(name, Text(value)) for name, value in _facts(machine)]
+    above: list[RenderableType] = [facts(known), ""] if known else []
     details = [Text(line, style) for device, _ in machine.groups() for line, style in _details(device)]
     return [*above, devices, "", *details, *(Text(note, "yellow") for note in machine.notes)]
 

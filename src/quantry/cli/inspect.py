@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantry.cli import _flags as flags
-from quantry.cli._output import print_result, table
+from quantry.cli._output import facts, print_result, table
 from quantry.report.sizes import human
 
 if TYPE_CHECKING:
@@ -28,13 +28,6 @@ def command(model: Model, json: flags.Json = False) -> None:
 
 def picture(anatomy: "Anatomy") -> list["RenderableType"]:
     """Draws the facts of a model and a table of its parts, the largest first."""
-    from rich.table import Table
-
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="dim")
-    facts.add_column()
-    for name, value in _facts(anatomy):
-        facts.add_row(name, value)
     figures = ("tensors", "parameters", "bytes")
     parts = table(("part", *figures), figures)
     parts.add_column("share", min_width=BAR, no_wrap=True)
@@ -44,7 +37,7 @@ def picture(anatomy: "Anatomy") -> list["RenderableType"]:
         bar = "█" * round(BAR * part.bytes / largest) or "▏"
         size = human(part.bytes)
         parts.add_row(part.name, f"{part.tensors:,}", f"{part.parameters:,}", size, bar, _dtypes(part))
-    return [f"[bold]{anatomy.source}[/bold]", facts, "", parts]
+    return [f"[bold]{anatomy.source}[/bold]", facts(_facts(anatomy)), "", parts]
 
 
 def _facts(anatomy: "Anatomy") -> list[tuple[str, str]]:

@@ -131,17 +131,8 @@ def picture(done: "Run") -> list["RenderableType"]:
     last = f"serving at {done.url}/v1; Ctrl-C ends it" if done.url else "done"
     if not done.passed:
         last = f"the gate {done.proof['gate']} failed, so the model is not served"
-    return [
-        *answer,
-        "",
-        *rows,
-        *wrong,
-        *notes,
-        "",
-        *commands,
-        "",
-        Text(last, "bold green" if done.passed else "bold red"),
-    ]
+    style = "bold green" if done.passed else "bold red"
+    return [*answer, "", *rows, *wrong, *notes, "", *commands, "", Text(last, style)]
 
 
 def _rows(done: "Run") -> dict[str, str]:

@@ -127,8 +127,5 @@ def _load(wanted: DeviceBudget, checkpoint: Checkpoint) -> Workload:
 
 def _on_devices(needed: Footprint, *, weights: bool) -> int:
     """Returns the bytes of weights, or of everything else, that are not on the host."""
-    return sum(
-        size
-        for name, size in needed.parts.items()
-        if not name.endswith(HOST) and name.startswith("weights:") == weights
-    )
+    parts = {name: size for name, size in needed.parts.items() if not name.endswith(HOST)}
+    return sum(size for name, size in parts.items() if name.startswith("weights:") == weights)

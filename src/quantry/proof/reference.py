@@ -156,11 +156,8 @@ def cache_folder() -> Path:
 
 def fingerprint(source: ModelSource, windows: Sequence[Window], k: int | None) -> str:
     """Returns a hash of everything a reference depends on: weights, tokenizer, windows, the choice of k, version."""
-    digest = hashlib.sha256(
-        json.dumps(
-            [__version__, LAYOUT, k or [SHARE, SAMPLE_BYTES, PROBES, PROBE_TOKENS], [PROBES, NOISE_TOKENS]]
-        ).encode()
-    )
+    method = [__version__, LAYOUT, k or [SHARE, SAMPLE_BYTES, PROBES, PROBE_TOKENS], [PROBES, NOISE_TOKENS]]
+    digest = hashlib.sha256(json.dumps(method).encode())
     folder = source.path if source.path.is_dir() else source.path.parent
     for name in sorted(source.checkpoint.files):
         if name.endswith(WEIGHT_FILES):

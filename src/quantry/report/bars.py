@@ -39,13 +39,8 @@ def quality(content: Content, width: int) -> Plot | None:
         _bars(axes, rows, name, content.reference_perplexity, across)
         _bar_names(axes, rows, room if not (side_by_side and at) else 0, content.chosen)
     about = f"Bars for {len(rows)} files, smallest first. " + "; ".join(_quality_words(row) for row in rows) + "."
-    return Plot(
-        "quality",
-        "Perplexity and same first token",
-        about,
-        figure,
-        "Bars begin at the 16-bit model: shorter is better.",
-    )
+    caption = "Bars begin at the 16-bit model: shorter is better."
+    return Plot("quality", "Perplexity and same first token", about, figure, caption)
 
 
 def _bars(axes: "Axes", rows: Sequence[FileRow], name: str, reference: float | None, across: float) -> None:
@@ -54,15 +49,8 @@ def _bars(axes: "Axes", rows: Sequence[FileRow], name: str, reference: float | N
     shown = [(at, row, getattr(row, name)) for at, row in enumerate(rows) if getattr(row, name) is not None]
     bounds = [bound for row in rows for bound in getattr(row, f"{name}_interval") or ()]
     span = _bar_axis(axes, [value for _, _, value in shown], bounds, base, across)
-    axes.barh(
-        [at for at, _, _ in shown],
-        [value - base for _, _, value in shown],
-        left=base,
-        height=0.62,
-        zorder=2,
-        color=[light(row.role) for _, row, _ in shown],
-    )
     for at, row, value in shown:
+        axes.barh(at, value - base, left=base, height=0.62, zorder=2, color=light(row.role))
         tip = _whisker(axes, at, value, getattr(row, f"{name}_interval"), base)
         side = -1 if tip < base or (tip == base and name == "top1") else 1
         style: dict[str, Any] = {"ha": "left" if side > 0 else "right", "va": "center", "fontsize": SMALL}

@@ -8,7 +8,7 @@ from quantry.report.content import BlockMap, Content, FileRow, Interval, Memory,
 from quantry.report.drawing import NARROW, WIDE
 from quantry.report.ink import settings
 from quantry.report.markup import bullets, document, escaped, figure, nested, section, table
-from quantry.report.plots import plots
+from quantry.report.plots import OUTLIERS, plots
 from quantry.report.sizes import human
 
 WORST = 12  # layers that are listed
@@ -24,14 +24,8 @@ def page(content: Content) -> str:
         _quality(content, figures),
         _gate(content),
         _sensitivity(content, figures),
-        _map("Where the bits went", content.bits, figures.get("bits", ""), "Bits a weight", ".3g"),
-        _map(
-            "Outlier channels",
-            content.outliers,
-            figures.get("outliers", ""),
-            "Largest channel over the median one",
-            ".1f",
-        ),
+        _map("Where the bits went", content.bits, figures.get("bits"), "Bits a weight", ".3g"),
+        _map("Outlier channels", content.outliers, figures.get("outliers"), OUTLIERS, ".1f"),
         _memory(content.memory, figures.get("memory", "")),
         section(
             "Serve it", f'<pre class="command"><code>{escaped(content.serve)}</code></pre>' if content.serve else ""
@@ -160,7 +154,7 @@ def _sensitivity(content: Content, figures: Mapping[str, str]) -> str:
     return section("Where the model is fragile", figures.get("sensitivity", ""), worst, whole)
 
 
-def _map(title: str, values: BlockMap, drawn: str, words: str, style: str) -> str:
+def _map(title: str, values: BlockMap, drawn: str | None, words: str, style: str) -> str:
     caption = f'<p class="caption">{escaped(words)}</p>'
     return section(title, caption, drawn, _whole_map(values, words, style)) if drawn else ""
 

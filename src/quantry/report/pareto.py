@@ -50,13 +50,8 @@ def pareto(content: Content, width: int) -> Plot | None:
         _mark(axes, row, spots[id(row)], row is content.chosen)
     left_out = _names(axes, rows, spots, best, content.chosen)
     _legend(figure, width, rows, content, bool(ours))
-    return Plot(
-        "pareto",
-        "Size against KL divergence",
-        _pareto_words(rows, best),
-        figure,
-        _pareto_caption(rows, left_out, bottom),
-    )
+    words, caption = _pareto_words(rows, best), _pareto_caption(rows, left_out, bottom)
+    return Plot("pareto", "Size against KL divergence", words, figure, caption)
 
 
 def _kl_limits(rows: Sequence[FileRow], noise: float | None) -> tuple[float, float]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MARGIN = 40  # pixels of the picture
+OUTLIERS = "Largest channel over the median one"
 
 
 def plots(content: Content, width: int) -> dict[str, Plot]:
@@ -26,7 +27,7 @@ def plots(content: Content, width: int) -> dict[str, Plot]:
         quality(content, width),
         heat(content.sensitivity, width, "sensitivity", "Predicted damage by block and module", "warm"),
         heat(content.bits, width, "bits", "Bits a weight by block and module", "cool"),
-        heat(content.outliers, width, "outliers", "Largest channel over the median one", "warm"),
+        heat(content.outliers, width, "outliers", OUTLIERS, "warm"),
         memory_bars(content.memory, width) if content.memory else None,
     ]
     return {plot.name: plot for plot in drawn if plot is not None}

@@ -93,10 +93,11 @@ class Watch:
         metrics = engines()[self._engine].metrics if self._engine else None
         if not self._engine or not metrics:
             return None
-        measures: list[Measure | None] = [getattr(metrics, name) for name in FIGURES]
-        ends = [self._after if measure and measure.under else self._peak for measure in measures]
-        pairs = zip(measures, ends, strict=True)
-        return Figures(self._engine, *(measure and measure.between(self._before, end) for measure, end in pairs))
+        measures: dict[str, Measure | None] = {name: getattr(metrics, name) for name in FIGURES}
+        return Figures(self._engine, **{name: measure and self._figure(measure) for name, measure in measures.items()})
+
+    def _figure(self, measure: Measure) -> float | None:
+        return measure.between(self._before, self._after if measure.under else self._peak)
 
     def _watch(self) -> None:
         while not self._over.wait(self._every):

@@ -20,14 +20,9 @@ ALL_LAYERS = 999  # how a plan says "all layers"
 def server_options(plan: RunPlan) -> Options:
     """Returns the options of the planned server; with a plan for another machine, only those that the user gave."""
     assert plan.installed is not None
-    candidate, layout = plan.candidate, plan.candidate.layout
-    given = Options(
-        engine=candidate.engine,
-        port=port_of(plan),
-        engine_python=plan.options.python,
-        context=plan.options.context,
-    )
-    if plan.options.gpu:
+    candidate, layout, user = plan.candidate, plan.candidate.layout, plan.options
+    given = Options(engine=candidate.engine, port=port_of(plan), engine_python=user.python, context=user.context)
+    if user.gpu:
         return given
     on_gpu = plan.installed.platform != "cpu"
     facts = engine_facts(candidate.engine).plan
@@ -84,11 +79,8 @@ def measured_memory(running: Running, server_plan: ServerPlan) -> dict[str, int]
     """Returns the memory that the engine reports, and of an engine in a single process all that the process holds."""
     facts = running.facts()
     is_single = engine_facts(running.engine).server.single_process and server_plan.serving.platform == "cpu"
-    parts = {
-        "weights": facts.weights_bytes,
-        "kv_cache": facts.kv_cache_bytes,
-        "total": _resident(running.pid) if is_single else None,
-    }
+    total = _resident(running.pid) if is_single else None
+    parts = {"weights": facts.weights_bytes, "kv_cache": facts.kv_cache_bytes, "total": total}
     return {name: size for name, size in parts.items() if size}
 
 

@@ -238,14 +238,11 @@ def _feed_forward(batch: GraphBatch, at: str, attended: str, residual: str, toke
 
 def _gated(at: str, mark: str, size: int, inner: int, hidden: int, fused: bool) -> list[Node]:
     gate, up, product, down = (f"{at}{name}{mark}" for name in ("gate", "up", "product", "down"))
+    bytes_, norm = size * inner, (at + "n2",)
     if fused:
-        first = [Node(up, 2 * size * inner, (at + "n2",)), Node(product, size * inner, (up,))]
+        first = [Node(up, 2 * bytes_, norm), Node(product, bytes_, (up,))]
     else:
-        first = [
-            Node(gate, size * inner, (at + "n2",)),
-            Node(up, size * inner, (at + "n2",)),
-            Node(product, size * inner, (gate, up)),
-        ]
+        first = [Node(gate, bytes_, norm), Node(up, bytes_, norm), Node(product, bytes_, (gate, up))]
     return [*first, Node(down, size * hidden, (product,))]
 
 

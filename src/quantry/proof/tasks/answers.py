@@ -215,12 +215,8 @@ class LlamaAnswers(Answers):
         template = self._model.chat_template
         with _template_errors(template):
             render: Any = render_jinja_template  # its annotation forgets that it returns a pair
-            rendered, _ = render(
-                [[dict(message) for message in messages]],
-                chat_template=template,
-                add_generation_prompt=True,
-                **self._named,
-            )
+            turns = [dict(message) for message in messages]
+            rendered, _ = render([turns], chat_template=template, add_generation_prompt=True, **self._named)
         return str(rendered[0])
 
     def _logits(self, batch: Prompts, keep: int) -> Sequence[Tensor]:
