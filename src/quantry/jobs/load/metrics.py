@@ -93,11 +93,11 @@ class Watch:
         metrics = engines()[self._engine].metrics if self._engine else None
         if not self._engine or not metrics:
             return None
-        measures: dict[str, Measure | None] = {name: getattr(metrics, name) for name in FIGURES}
-        return Figures(self._engine, **{name: measure and self._figure(measure) for name, measure in measures.items()})
+        return Figures(self._engine, *(self._figure(getattr(metrics, name)) for name in FIGURES))
 
-    def _figure(self, measure: Measure) -> float | None:
-        return measure.between(self._before, self._after if measure.under else self._peak)
+    def _figure(self, measure: Measure | None) -> float | None:
+        end = self._after if measure and measure.under else self._peak
+        return measure.between(self._before, end) if measure else None
 
     def _watch(self) -> None:
         while not self._over.wait(self._every):
