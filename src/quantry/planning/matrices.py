@@ -13,7 +13,7 @@ from quantry import registry
 from quantry.devices import Device, Hardware
 from quantry.devices.catalogue import catalogue, parse
 from quantry.engines.contract.catalogue import engine_facts, engines, ranked, usual
-from quantry.errors import QuantryError, UnknownNameError
+from quantry.errors import QuantryError
 from quantry.planning.candidates import scheme_name
 from quantry.planning.deployment import Deployment, Settings
 from quantry.planning.facts import capability
@@ -88,8 +88,7 @@ class CellAnswer:
 @cache
 def matrix(name: str) -> tuple[Matrix, ...]:
     """Returns the tables of a name: engines, hardware, formats, methods or memory. Raises UnknownNameError."""
-    if name not in MAKERS:
-        raise UnknownNameError(f"unknown matrix {name[:40]!r}", fix=registry.suggest(name, tuple(MAKERS)))
+    registry.check("matrix", name, MAKERS)
     return MAKERS[name]()
 
 

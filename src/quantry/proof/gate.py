@@ -11,9 +11,9 @@ from functools import partial
 from math import isfinite
 from typing import Any, Literal
 
-from quantry.errors import QuantryError, UnknownNameError
+from quantry import registry
+from quantry.errors import QuantryError
 from quantry.proof.interval import Interval
-from quantry.registry import suggest
 from quantry.storage import read_data
 
 _table = partial(read_data, "quantry.proof", "gates.toml")
@@ -83,10 +83,8 @@ def check_use(name: str) -> None:
 
 
 def _use(name: str) -> dict[str, Any]:
-    known = _table()["uses"]
-    if name not in known:
-        raise UnknownNameError(f"unknown gate {name!r}", fix=suggest(name, tuple(known)))
-    row: dict[str, Any] = known[name]
+    registry.check("gate", name, _table()["uses"])
+    row: dict[str, Any] = _table()["uses"][name]
     return row
 
 

@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from quantry import registry
 from quantry.devices.catalogue import parse
 from quantry.engines.contract.catalogue import verifying
-from quantry.errors import CheckpointError, QuantryError, UnknownNameError
+from quantry.errors import CheckpointError, QuantryError
 from quantry.models.reader import open_checkpoint
 from quantry.planning.deployment import Deployment
 from quantry.planning.memory.footprint import footprint
@@ -39,7 +40,6 @@ from quantry.proof.text import Window, load_text
 from quantry.proof.text import windows as cut
 from quantry.quantizing import card
 from quantry.quantizing.recipe_file import from_card
-from quantry.registry import suggest
 from quantry.storage import ARTEFACT_FILE
 from quantry.types import Progress, Proof, Workload
 
@@ -201,8 +201,7 @@ def _engine(name: str | None, artefact: ModelSource) -> str | None:
     known, is_gguf = verifying(), artefact.format == "gguf"
     if name is None:
         return next((engine for engine, facts in known.items() if facts.embedded), None) if is_gguf else None
-    if name not in known:
-        raise UnknownNameError(f"unknown engine {name!r}", fix=suggest(name, tuple(known)))
+    registry.check("engine", name, known)
     if known[name].embedded != is_gguf:
         wanted = "a GGUF file" if known[name].embedded else "a folder of safetensors"
         raise QuantryError(f"{name} is measured on {wanted}, not on {artefact.path.name}", fix="leave --engine out")

@@ -276,10 +276,8 @@ def ranked() -> list[Engine]:
 
 def engine_facts(name: str) -> Engine:
     """Returns what is known of an engine. Raises UnknownNameError, with suggestions, for an unknown name."""
-    known = engines()
-    if name not in known:
-        raise UnknownNameError(f"unknown engine {name!r}", fix=registry.suggest(name, tuple(known)))
-    return known[name]
+    registry.check("engine", name, engines())
+    return engines()[name]
 
 
 def usual(stored: str) -> list[str]:

@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from quantry.errors import QuantryError, UnknownNameError
+from quantry import registry
+from quantry.errors import QuantryError
 from quantry.jobs.load.results import RATES, STATISTICS, TIMES, Level
-from quantry.registry import suggest
 
 LIMITS = (*(f"{time}_{statistic}" for time in TIMES for statistic in STATISTICS), "error_rate", *RATES)
 UNITS = {"s": 1000.0, "%": 0.01}
@@ -47,8 +47,7 @@ def check_limits(slo: Mapping[str, float]) -> dict[str, float]:
     Raises UnknownNameError for an unknown name, and QuantryError for a value that is not a number of 0 or more.
     """
     for name, value in slo.items():
-        if name not in LIMITS:
-            raise UnknownNameError(f"unknown limit {name!r}", fix=suggest(name, LIMITS))
+        registry.check("limit", name, LIMITS)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
             raise QuantryError(f"the limit {name} is {value!r}", fix="give a number of 0 or more")
     return {**slo, **({"error_rate": 0.0} if slo and "error_rate" not in slo else {})}

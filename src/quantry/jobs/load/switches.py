@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quantry import registry
 from quantry.engines.contract import catalogue
-from quantry.errors import QuantryError, UnknownNameError
-from quantry.registry import suggest
+from quantry.errors import QuantryError
 
 KV, PREFIX, PARALLEL, CHUNKED, LOOKUP, DRAFT, ARTEFACT = (
     "kv", "prefix-cache", "parallel", "chunked-prefill", "lookup", "draft", "artefact",
@@ -85,8 +85,7 @@ class Switches:
 
     def _parsed(self, word: str) -> tuple[str, str | None]:
         name, equals, value = word.strip().partition("=")
-        if name not in NAMES:
-            raise UnknownNameError(f"unknown switch {name!r}", fix=suggest(name, NAMES))
+        registry.check("switch", name, NAMES)
         known = self._facts.switches
         if name not in known:
             raise QuantryError(

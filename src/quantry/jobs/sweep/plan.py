@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quantry import __version__
+from quantry import __version__, registry
 from quantry.engines.contract.catalogue import verifying
-from quantry.errors import QuantryError, RecipeError, UnknownNameError
+from quantry.errors import QuantryError, RecipeError
 from quantry.formats.gguf import NAME as GGUF
 from quantry.jobs.output_folder import OutputFolder
 from quantry.jobs.quantize import NOT_CALIBRATED
@@ -25,7 +25,6 @@ from quantry.proof.sources import open_source, tokenizer
 from quantry.proof.text import load_text
 from quantry.proof.text import windows as cut
 from quantry.quantizing.calibration.text import LENGTH, SAMPLES, SEED, load
-from quantry.registry import suggest
 from quantry.types import Anatomy
 
 
@@ -55,8 +54,8 @@ class Measurement:
         """Raises QuantryError if the gate or engine is unknown, or if the engine loads none of the formats."""
         gates.check_use(self.gate)
         name, python = self.engine, self.engine_python
-        if name is not None and name not in verifying():
-            raise UnknownNameError(f"unknown engine {name!r}", fix=suggest(name, tuple(verifying())))
+        if name is not None:
+            registry.check("engine", name, verifying())
         if name and not any(self.engine_for(format_) for format_ in formats):
             raise QuantryError(f"--engine {name} has no use: it serves none of these formats", fix="leave --engine out")
         if python is not None and (name is None or not Path(python).expanduser().is_file()):

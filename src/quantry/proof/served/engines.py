@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quantry import registry
 from quantry.engines.contract.catalogue import engine_facts, verifying
-from quantry.errors import QuantryError, UnknownNameError
+from quantry.errors import QuantryError
 from quantry.proof.served.contract import ScoringEngine
 from quantry.proof.served.llama_cpp import EmbeddedLlama
 from quantry.proof.served.process import PATIENCE, EngineProcess
-from quantry.registry import suggest
 
 
 def scoring_engine(
@@ -19,10 +19,8 @@ def scoring_engine(
 
     Raises UnknownNameError if there is no such engine, and QuantryError for a python of the embedded one.
     """
-    known = verifying()
-    if name not in known:
-        raise UnknownNameError(f"unknown engine {name!r}", fix=suggest(name, tuple(known)))
-    facts = known[name]
+    registry.check("engine", name, verifying())
+    facts = verifying()[name]
     if not facts.embedded:
         return EngineProcess(facts, engine_facts(name).folder / facts.scorer, python, options or {}, patience)
     if python is not None:
