@@ -349,7 +349,7 @@ def test_a_port_in_use_is_refused_first_and_the_usual_one_is_not_insisted_on(tmp
         decided = plan_run("demo", tmp_path / "out", RunOptions(**{**QUICK, "port": None}))
         with pytest.MonkeyPatch.context() as patch:
             facts = engine_facts("llama.cpp")
-            patch.setattr(serving, "engine", lambda _: replace(facts, server=replace(facts.server, port=port)))
+            patch.setattr(serving, "engine_facts", lambda _: replace(facts, server=replace(facts.server, port=port)))
             assert serving.port_of(decided) not in (0, port)
     assert not (tmp_path / "out").exists()
 
@@ -671,7 +671,7 @@ def test_a_server_without_models_needs_a_name(server: FakeServer, models: Any) -
 
 @pytest.mark.parametrize("url", ["", "ftp://a/b", "http://", "http://a:99999", "http://a b", "http://[::1"])
 def test_no_address(url: str) -> None:
-    with pytest.raises(ServerError, match="is no address of a server; write it like"):
+    with pytest.raises(ServerError, match="is not the address of a server; give one such as"):
         Server(url)
 
 

@@ -300,7 +300,7 @@ def test_an_expert_counts_by_its_tokens(mixture: Path, tmp_path: Path, monkeypat
         return replace(found, outputs={name: rows * (".experts." not in name) for name, rows in found.outputs.items()})
 
     before = folder_sensitivity(mixture)
-    monkeypatch.setattr(damage, "fisher", silent)
+    monkeypatch.setattr(damage.fisher, "fisher", silent)
     _forget(monkeypatch, tmp_path)
     after = sensitivity(mixture, format="compressed-tensors", **SMALL)
     for one, other in zip(before.layers, after.layers, strict=True):

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from quantry.cli import _flags as flags
-from quantry.cli._output import announce, finish
+from quantry.cli._output import announce, bar, finish
 
 Source = Annotated[str, typer.Argument(help="A quantized checkpoint: a folder, a GGUF file or a hub id.")]
 To = Annotated[str, typer.Option(help="A format ({folder_formats}), or bf16 or fp16.")]
@@ -23,7 +23,6 @@ def command(
     json: flags.Json = False,
 ) -> None:
     """Write a quantized checkpoint in another format, without loss where the grids agree; or a GGUF file as 16 bit."""
-    from quantry.cli._progress import bar
     from quantry.quantizing.convert import convert
 
     with bar(quiet=json) as progress:

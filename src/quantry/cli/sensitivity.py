@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantry.cli import _flags as flags
-from quantry.cli._output import print_result, table
+from quantry.cli._output import print_result, steps, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -35,7 +35,6 @@ def command(
     json: flags.Json = False,
 ) -> None:
     """Predict what each layer would lose in each type it can be stored in, the worst first."""
-    from quantry.cli._progress import steps
     from quantry.jobs.auto.sensitivity import sensitivity
 
     with steps(quiet=json) as progress:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantry.cli import _flags as flags
-from quantry.cli._output import print_result
+from quantry.cli._output import print_result, steps
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -49,7 +49,6 @@ def command(
     json: flags.Json = False,
 ) -> None:
     """Quantize a model with many presets, measure and compare them; exit code 1 if one cannot be made or measured."""
-    from quantry.cli._progress import steps
     from quantry.jobs.sweep.sweep import sweep
 
     with steps(quiet=json) as progress:

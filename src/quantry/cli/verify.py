@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantry.cli import _flags as flags
-from quantry.cli._output import print_result, table, write_report
+from quantry.cli._output import print_result, steps, table, write_report
 from quantry.storage import ARTEFACT_FILE
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ def command(
     json: flags.Json = False,
 ) -> None:
     """Measure what was lost, on the written bytes and in the engine; exit code 1 if the gate fails."""
-    from quantry.cli._progress import steps
     from quantry.proof.verify import verify
 
     with steps(quiet=json) as progress:
