@@ -194,7 +194,7 @@ def test_vllm_reads_what_was_meant() -> None:
         assert "a folder" in (read["model"], read["model_tag"])
         assert (read["host"], read["port"]) == (serving.host, serving.port or 8000)
         assert (read["max_model_len"], read["max_num_seqs"]) == (serving.context, serving.parallel)
-        assert read["kv_cache_dtype"] == serving.kv
+        assert read["kv_cache_dtype"] == (serving.kv or "auto")
         assert read["enable_prefix_caching"] == serving.prefix_cache
         assert read["enable_chunked_prefill"] == serving.chunked_prefill
         assert read["max_num_batched_tokens"] == serving.batch_tokens
