@@ -19,7 +19,8 @@ QUALITY = ("lossless", "near lossless", "good", "fair", "poor")
 
 def requests() -> list[dict[str, Any]]:
     """Returns the rows of advice.toml."""
-    return tomllib.loads(Path(__file__).with_name("advice.toml").read_text(encoding="utf-8"))["request"]
+    rows: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_name("advice.toml").read_text())["request"]
+    return rows
 
 
 def faults(row: Mapping[str, Any]) -> list[str]:
@@ -79,7 +80,7 @@ def _beats(other: Mapping[str, Any], option: Mapping[str, Any]) -> bool:
     better = QUALITY.index(other["quality"]) <= QUALITY.index(option["quality"])
     mine, theirs = option["speed"], other["speed"]
     faster = theirs["decode_tokens_per_s"] > 1.02 * mine["decode_tokens_per_s"]
-    return better and faster and theirs["first_token_s"] <= mine["first_token_s"]
+    return better and faster and bool(theirs["first_token_s"] <= mine["first_token_s"])
 
 
 def _holds(value: Any, wanted: Any) -> bool:
