@@ -77,9 +77,9 @@ def _fact(options: list[dict[str, Any]], option: Mapping[str, Any], key: str) ->
 
 def _beats(other: Mapping[str, Any], option: Mapping[str, Any]) -> bool:
     """Says if another option is as good and faster in both phases."""
-    better = QUALITY.index(other["quality"]) <= QUALITY.index(option["quality"])
+    better: bool = QUALITY.index(other["quality"]) <= QUALITY.index(option["quality"])
     mine, theirs = option["speed"], other["speed"]
-    faster = theirs["decode_tokens_per_s"] > 1.02 * mine["decode_tokens_per_s"]
+    faster: bool = theirs["decode_tokens_per_s"] > 1.02 * mine["decode_tokens_per_s"]
     return better and faster and bool(theirs["first_token_s"] <= mine["first_token_s"])
 
 
