@@ -87,7 +87,7 @@ def _holds(value: Any, wanted: Any) -> bool:
     if isinstance(wanted, list):
         return any(_holds(value, one) for one in wanted)
     if isinstance(wanted, dict):
-        return wanted.get("least", float("-inf")) <= value <= wanted.get("most", float("inf"))
+        return bool(wanted.get("least", float("-inf")) <= value <= wanted.get("most", float("inf")))
     return fnmatchcase(str(value), wanted) if isinstance(wanted, str) else bool(value == wanted)
 
 
