@@ -170,7 +170,7 @@ def test_inputs_that_are_all_zero_get_a_scale_of_one() -> None:
 
 def test_what_cannot_be_found_is_refused() -> None:
     stats = stats_of(heavy(), histogram=False)
-    with pytest.raises(UnknownNameError, match="unknown method 'mean'.*minmax, percentile, mse"):
+    with pytest.raises(UnknownNameError, match="unknown method of input scales 'mean'.*minmax, percentile, mse"):
         input_scale(stats, INT8, "mean")
     for method in ("percentile", "mse"):
         with pytest.raises(RecipeError, match="need counts of this input.*use minmax"):
