@@ -62,10 +62,9 @@ class ArtefactCard:
 
     @property
     def versions(self) -> dict[str, str]:
-        versions = mapping(self.content.get("versions") or {}, f"versions of {ARTEFACT_FILE}")
-        return {
-            name: str(version) for name, version in {"quantry": self.content.get("quantry", ""), **versions}.items()
-        }
+        others = mapping(self.content.get("versions") or {}, f"versions of {ARTEFACT_FILE}")
+        versions = {"quantry": self.content.get("quantry", ""), **others}
+        return {name: str(version) for name, version in versions.items()}
 
     def name(self) -> str:
         """Returns the preset and every option that differs from it: different artefacts have different names."""

@@ -124,14 +124,8 @@ def _verify(artefact: str, reference: str, options: VerifyOptions, progress: Pro
     prompts = _prompt_report(questions, base, answered, measured, progress)
 
     recorded = _recorded(quantized)
-    findings = [
-        *({**asdict(check), "warning": False} for check in checked),
-        *_suspects(errors),
-        *(
-            asdict(finding)
-            for finding in gates.judge(_numbers(measured, prompts), options.gate, recorded.get("preset"))
-        ),
-    ]
+    judged = gates.judge(_numbers(measured, prompts), options.gate, recorded.get("preset"))
+    findings = [*({**asdict(check), "warning": False} for check in checked), *_suspects(errors), *map(asdict, judged)]
     text = {"name": name, "windows": len(cuts), "length": options.length}
     proof = Proof(
         artefact=artefact,

@@ -151,10 +151,8 @@ def _embedded(engine: str, hardware: Hardware, wanted: str | None) -> Installed:
     facts = engine_facts(engine).installation
     packages = _packages(sys.executable, facts.distributions)
     if not packages:
-        package = facts.distributions[0]
-        raise _missing(
-            engine, hardware, f"{engine} is embedded through {package}, which {sys.executable} does not have"
-        )
+        problem = f"{engine} is embedded through {facts.distributions[0]}, which {sys.executable} does not have"
+        raise _missing(engine, hardware, problem)
     number = wanted or _version_in(next(iter(packages.values())), engine)
     platform = hardware.device.platform
     on_gpu = platform != "cpu" and _output([sys.executable, "-c", facts.gpu_probe]).strip().endswith("True")
@@ -186,11 +184,9 @@ def _version_in(text: str, engine: str) -> str:
 
 def _missing(engine: str, hardware: Hardware, problem: str) -> QuantryError:
     facts = engine_facts(engine)
-    where = (
-        "if it is elsewhere, name it with --engine-bin"
-        if facts.installation.program or facts.installation.embedded
-        else "if it has an environment of its own, name its python with --engine-python"
-    )
+    where = "if it has its own environment, name its python with --engine-python"
+    if facts.installation.program or facts.installation.embedded:
+        where = "if it is elsewhere, name it with --engine-bin"
     return QuantryError(problem, fix=f"{facts.installed_by(hardware.device.platform)}; {where}")
 
 

@@ -121,18 +121,12 @@ class Sensitivity:
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "Sensitivity":
         """Inverts `to_dict`."""
-        layers = tuple(
-            LayerSensitivity(
-                **{
-                    **layer,
-                    "match": tuple(layer["match"]),
-                    "candidates": tuple(MeasuredChoice(**choice) for choice in layer["candidates"]),
-                }
-            )
-            for layer in content["layers"]
-        )
+        layers = []
+        for layer in content["layers"]:
+            candidates = tuple(MeasuredChoice(**choice) for choice in layer["candidates"])
+            layers.append(LayerSensitivity(**{**layer, "match": tuple(layer["match"]), "candidates": candidates}))
         rest = {key: value for key, value in content.items() if key not in ("layers", "blocks", "notes")}
-        return cls(**rest, layers=layers, notes=tuple(content["notes"]))
+        return cls(**rest, layers=tuple(layers), notes=tuple(content["notes"]))
 
 
 def sensitivity(
@@ -220,9 +214,8 @@ def unmeasured(checkpoint: Checkpoint, anatomy: Anatomy, method: Method) -> Sens
         _sensitivity(layer, Measured([0.0] * len(layer.choices), [0.0] * len(layer.choices), None))
         for layer in limited(choices.layers, None)
     )
-    return Sensitivity(
-        checkpoint.source, method.format, "", method.transform, anatomy.parameters, {}, layers, choices.kept
-    )
+    parameters, kept = anatomy.parameters, choices.kept
+    return Sensitivity(checkpoint.source, method.format, "", method.transform, parameters, {}, layers, kept)
 
 
 def _sensitivity(layer: LayerChoices, measured: Measured) -> LayerSensitivity:

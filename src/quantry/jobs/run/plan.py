@@ -226,14 +226,9 @@ def _choose_embedded(model: str, options: RunOptions, best: Option, missing: Map
 
 def fallbacks(chosen: Option, options: Sequence[Option]) -> tuple[Option, ...]:
     """Returns the options of the same engine that should lose no more, in the plan's order, the 16-bit model last."""
-    others = [
-        option
-        for option in options
-        if option.engine == chosen.engine
-        and option is not chosen
-        and option.score["quality"] >= chosen.score["quality"]
-    ]
-    return tuple(sorted(others, key=lambda option: presets()[option.preset].scheme.weight.bits >= 16))
+    others = [option for option in options if option.engine == chosen.engine and option is not chosen]
+    better = [option for option in others if option.score["quality"] >= chosen.score["quality"]]
+    return tuple(sorted(better, key=lambda option: presets()[option.preset].scheme.weight.bits >= 16))
 
 
 def _second_best(best: Option, missing: Mapping[str, QuantryError]) -> tuple[str, ...]:

@@ -130,17 +130,9 @@ def plan_sweep(
         rows=(),
         notes=_notes(device.type, sum(each.calibrated for each in facts)),
     )
-    return SweepPlan(
-        model,
-        identity(open_checkpoint(checkpoint)),
-        anatomy.parameters,
-        folder,
-        (
-            *(jobs.artefact(spec, each, out / spec.name) for spec, each in zip(specs, facts, strict=True)),
-            *map(jobs.peer, others),
-        ),
-        empty,
-    )
+    made = [jobs.artefact(spec, each, out / spec.name) for spec, each in zip(specs, facts, strict=True)]
+    rows = (*made, *map(jobs.peer, others))
+    return SweepPlan(model, identity(open_checkpoint(checkpoint)), anatomy.parameters, folder, rows, empty)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,14 +168,10 @@ def read_peers(peers: str | Sequence[str | Path], specs: Sequence[ArtefactSpec])
     parts = peers.split(",") if isinstance(peers, str) else [str(peer) for peer in peers]
     paths = {part.strip(): Path(part.strip()).expanduser().absolute() for part in parts if part.strip()}
     alone = Counter(path.name for path in paths.values())
-    files = [
-        Peer(
-            path.name if alone[path.name] == 1 else f"{path.parent.name}/{path.name}",
-            target,
-            open_checkpoint(target).format,
-        )
-        for target, path in paths.items()
-    ]
+    files = []
+    for target, path in paths.items():
+        name = path.name if alone[path.name] == 1 else f"{path.parent.name}/{path.name}"
+        files.append(Peer(name, target, open_checkpoint(target).format))
     names = Counter([*(file.name for file in files), *(spec.name for spec in specs)])
     name, count = names.most_common(1)[0]
     if count > 1:

@@ -104,18 +104,13 @@ def compare(base: Sequence[TaskResult], quantized: Sequence[TaskResult]) -> list
     """Compares two models metric by metric. Raises QuantryError if they did not run the same tasks."""
     if [(result.task, len(result.samples)) for result in base] != [(r.task, len(r.samples)) for r in quantized]:
         raise QuantryError("the two models did not run the same tasks", fix="run both with the same tasks and limit")
-    return [
-        TaskComparison(
-            task=first.task,
-            metric=metric,
-            base=value,
-            quantized=second.metrics[metric],
-            higher_is_better=first.higher_is_better.get(metric, True),
-            paired=_paired(first.samples, second.samples, metric),
-        )
-        for first, second in zip(base, quantized, strict=True)
-        for metric, value in first.metrics.items()
-    ]
+    rows = []
+    for first, second in zip(base, quantized, strict=True):
+        for metric, value in first.metrics.items():
+            pairs = _paired(first.samples, second.samples, metric)
+            better = first.higher_is_better.get(metric, True)
+            rows.append(TaskComparison(first.task, metric, value, second.metrics[metric], better, pairs))
+    return rows
 
 
 def _paired(base: Sequence[TaskSample], quantized: Sequence[TaskSample], metric: str) -> Paired | None:
