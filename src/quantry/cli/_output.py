@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from quantry.types import Progress
-
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -15,7 +13,7 @@ if TYPE_CHECKING:
     from rich.progress import ProgressColumn
     from rich.table import Table
 
-    from quantry.types import Artefact
+    from quantry.types import Artefact, Progress
 
 WIDE = 140  # characters of a table in a file or a pipe
 
@@ -105,14 +103,14 @@ def finish(artefact: "Artefact", dry_run: bool, json: bool, page: "Path | None" 
 # Both bars yield a function to report with, or None if `quiet` or if standard error is no terminal.
 
 
-def bar(quiet: bool = False) -> AbstractContextManager[Progress | None]:
+def bar(quiet: bool = False) -> "AbstractContextManager[Progress | None]":
     """Shows bytes done of bytes in all, with the speed and the time left."""
     from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
     return _shown(quiet, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
 
 
-def steps(quiet: bool = False) -> AbstractContextManager[Progress | None]:
+def steps(quiet: bool = False) -> "AbstractContextManager[Progress | None]":
     """Shows how many of how many steps are done, with the time they took."""
     from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 
@@ -120,7 +118,7 @@ def steps(quiet: bool = False) -> AbstractContextManager[Progress | None]:
 
 
 @contextmanager
-def _shown(quiet: bool, *columns: "ProgressColumn") -> Iterator[Progress | None]:
+def _shown(quiet: bool, *columns: "ProgressColumn") -> "Iterator[Progress | None]":
     from rich.console import Console
     from rich.progress import Progress as Bar
     from rich.progress import TextColumn
