@@ -343,7 +343,7 @@ def test_unwritable_output(llama: Path) -> None:
 
 
 def test_command(llama: Path, tmp_path: Path) -> None:
-    done = run("quantize", str(llama), "-o", str(tmp_path / "out"), "--preset", "fp8-dynamic", "--json")
+    done = run("quantize", str(llama), "-o", str(tmp_path / "out"), "--preset", "fp8-dynamic", "--json", "--no-report")
     assert done.returncode == 0, done.stderr
     artefact = json.loads(done.stdout)
     assert set(artefact) == {

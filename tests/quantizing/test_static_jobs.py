@@ -1,6 +1,7 @@
 """Jobs that store scales of inputs and of the KV cache: what is in the files is what the model itself shows."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def scales(folder: Path) -> dict[str, float]:
     return {module: float(scale) for module, scale in found.items() if scale is not None}
 
 
+@cache
 def inputs(source: Path) -> dict[str, Tensor]:
     """What each linear of the model itself is given; of experts by their number after the name of the stack."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, experts_implementation="eager")
