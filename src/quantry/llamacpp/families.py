@@ -5,15 +5,14 @@ the family's defaults for missing fields. A model that llama.cpp would compute d
 """
 
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from quantry.errors import ConfigError, UnknownNameError
 from quantry.models.attention import layer_kinds, text_config
+from quantry.storage import read_data
 
 RESTORE = "restore config.json"
 LARGEST = (1 << 31) - 1
@@ -87,7 +86,7 @@ def known() -> tuple[str, ...]:
 @cache
 def table() -> dict[str, Any]:
     """Returns the content of families.toml."""
-    return tomllib.loads(files("quantry.llamacpp").joinpath("families.toml").read_text(encoding="utf-8"))
+    return read_data("quantry.llamacpp", "families.toml")
 
 
 @cache

@@ -6,14 +6,13 @@ llama.cpp has special rules, is not covered.
 """
 
 import re
-import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from importlib.resources import files
 
 from quantry.errors import RecipeError, WeightError
 from quantry.registry import check, suggest
+from quantry.storage import read_data
 
 Rows = tuple[tuple[str, str], ...]  # (condition, type)
 
@@ -213,7 +212,7 @@ def _checked(overrides: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...
 
 
 def _tables() -> tuple[Mapping[str, Rows], dict[str, FileType]]:
-    tables = tomllib.loads(files("quantry.llamacpp").joinpath("mixtures.toml").read_text(encoding="utf-8"))
+    tables = read_data("quantry.llamacpp", "mixtures.toml")
     every = tables.pop("every")
     return _rows(every), {
         name: FileType(table.pop("number"), table.pop("main"), _rows(table)) for name, table in tables.items()

@@ -5,16 +5,15 @@ normalizer and pre-tokenizer of its tokenizer.json. Both are in pretokenizers.to
 another way is refused.
 """
 
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
-from importlib.resources import files
 from typing import Any
 
 from quantry.errors import CheckpointError
 from quantry.llamacpp.tokens import CARRY
+from quantry.storage import read_data
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # the regex inside ByteLevel
 # llama.cpp does not compose characters. Qwen, OLMo and Command R do (NFC), but almost all text is composed already.
@@ -138,4 +137,4 @@ def merge_pairs(tokenizer: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 @cache
 def _table() -> dict[str, Any]:
-    return tomllib.loads(files("quantry.llamacpp").joinpath("pretokenizers.toml").read_text(encoding="utf-8"))
+    return read_data("quantry.llamacpp", "pretokenizers.toml")

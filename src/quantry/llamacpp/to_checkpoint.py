@@ -6,17 +6,16 @@ are in to_checkpoint.toml. The header and a few small tensors decide everything.
 """
 
 import math
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from quantry.errors import CheckpointError, ConfigError, UnknownNameError
 from quantry.llamacpp.families import LAYER_LIMIT, YARN_KEYS, Facts, Family, facts, family
 from quantry.llamacpp.families import table as families
 from quantry.llamacpp.tensor_map import BLOCK, EMBEDDING, GENERATED, HEAD, OUTSIDE, SUFFIX, Target, shown, targets
+from quantry.storage import read_data
 from quantry.types import TensorInfo
 
 Metadata = Mapping[str, Any]
@@ -78,7 +77,7 @@ def originals(config: Mapping[str, Any], tensors: Sequence[TensorInfo]) -> list[
 @cache
 def table() -> dict[str, Any]:
     """Returns the content of to_checkpoint.toml."""
-    return tomllib.loads(files("quantry.llamacpp").joinpath("to_checkpoint.toml").read_text(encoding="utf-8"))
+    return read_data("quantry.llamacpp", "to_checkpoint.toml")
 
 
 def special_id(metadata: Metadata, key: str, size: int) -> int | None:

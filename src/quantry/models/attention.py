@@ -5,13 +5,12 @@ compressed vector a token, and a recurrent layer a state of constant size. confi
 config does not, families.toml has the rule.
 """
 
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from quantry.errors import ConfigError
+from quantry.storage import read_data
 from quantry.types import KVLayers, LayerKind
 
 CACHE_BYTES = 2  # a 16-bit cache
@@ -238,4 +237,4 @@ def _lacks(name: str) -> ConfigError:
 
 @cache
 def _families() -> dict[str, Any]:
-    return tomllib.loads(files("quantry.models").joinpath("families.toml").read_text(encoding="utf-8"))
+    return read_data("quantry.models", "families.toml")

@@ -7,15 +7,14 @@ but the sizes of a plain language model must be given.
 
 import ast
 import operator
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from importlib.resources import files
 from math import isfinite, prod
 from typing import Any
 
 from quantry.errors import ConfigError
 from quantry.models.attention import LAYER_LIMIT, TEXT_CONFIGS, text_config
+from quantry.storage import read_data
 from quantry.types import TensorInfo
 
 DTYPE, DTYPE_BYTES = "BF16", 2
@@ -254,4 +253,4 @@ def _parsed(formula: str) -> ast.expr:
 
 @cache
 def _table() -> dict[str, Any]:
-    return tomllib.loads(files("quantry.models").joinpath("shapes.toml").read_text(encoding="utf-8"))
+    return read_data("quantry.models", "shapes.toml")

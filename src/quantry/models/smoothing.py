@@ -7,17 +7,16 @@ module resolves them for one block of a checkpoint, however its experts are stor
 """
 
 import re
-import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.resources import files
 from typing import Any, Literal
 
 from quantry.errors import ConfigError
 from quantry.models.attention import text_config
 from quantry.models.linears import Linear
 from quantry.models.parts import TOWERS, block_of, part_of
+from quantry.storage import read_data
 from quantry.types import Checkpoint
 
 Form = Literal["norm", "norm+1", "rows"]
@@ -201,4 +200,4 @@ def _family(name: str) -> Mapping[str, Any] | None:
 
 @cache
 def _table() -> dict[str, Any]:
-    return tomllib.loads(files("quantry.models").joinpath("smoothing.toml").read_text(encoding="utf-8"))
+    return read_data("quantry.models", "smoothing.toml")

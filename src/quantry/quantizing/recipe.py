@@ -4,12 +4,10 @@ A recipe is built from settings as a user writes them (command line, recipe file
 format, changes to the preset, and rules for layers by name. `build` checks that all of it can be carried out together.
 """
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from quantry import registry
@@ -17,6 +15,7 @@ from quantry.errors import RecipeError
 from quantry.formats.contract import FORMATS, load_format
 from quantry.formats.gguf import NAME as GGUF
 from quantry.methods.contract import FITS, ROUNDERS, TRANSFORMS
+from quantry.storage import read_data
 from quantry.types import Activation, Grid, Scheme
 
 KV: Mapping[str, Grid | None] = {  # KV caches by name: the grid of their stored scales, None if none are stored
@@ -330,7 +329,7 @@ def _with_group(named: Preset, group: int) -> Preset:
 
 @cache
 def _presets() -> dict[str, Preset]:
-    rows = tomllib.loads(files("quantry").joinpath("presets.toml").read_text(encoding="utf-8"))
+    rows = read_data("quantry", "presets.toml")
     return {name: _preset(name, row) for name, row in rows.items()}
 
 
