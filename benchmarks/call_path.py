@@ -3,9 +3,9 @@
     python benchmarks/call_path.py [--preset w4a16-gptq]
 
 Calls to the codes: the shortest and the longest stack of Quantry's own functions between the command and the function
-that chooses codes column by column. Files: those in which some function ran. Changes of room: how often the next file
-that a function is first called in lies in another room than the one before. Modules directly in `src/quantry` are
-rooms of their own, as a reader has to find each of them.
+that chooses codes column by column. Files: those in which some function ran, importing left out. Changes of room: how
+often the next file that a function is first called in lies in another room than the one before. Modules directly in
+`src/quantry` are rooms of their own, as a reader has to find each of them.
 """
 
 import argparse
@@ -35,14 +35,20 @@ class Trace:
         if event != "call" or not frame.f_code.co_filename.startswith(self._package):
             return
         file = self._file(frame)
-        if frame.f_code.co_name == "<module>":
-            return
-        if file not in self.files:
+        if file not in self.files and not self._imports(frame):
             self.files.append(file)
         if frame.f_code.co_name == "choose" and any(room in file for room in CHOOSES):
             names = self._calls(frame)
             self.depths.append(len(names) - 1)
             self.stack = self.stack or names
+
+    def _imports(self, frame: FrameType | None) -> bool:
+        """Says if a frame belongs to the import of a module of Quantry: class bodies, tables that are read."""
+        while frame is not None:
+            if frame.f_code.co_name == "<module>" and frame.f_code.co_filename.startswith(self._package):
+                return True
+            frame = frame.f_back
+        return False
 
     def _file(self, frame: FrameType) -> str:
         return frame.f_code.co_filename.removeprefix(self._package)
@@ -79,15 +85,15 @@ def main() -> None:
             sys.setprofile(None)
     rooms = [file.partition(os.sep)[0] for file in trace.files]
     print("\n".join(f"{number:3d} {call}" for number, call in enumerate(trace.stack)))
-    changes = sum(one != other for one, other in pairwise(rooms))
-    found = {
+    changes = sum(left != right for left, right in pairwise(rooms))
+    figures = {
         "preset": asked.preset,
         "calls to the codes": [min(trace.depths), max(trace.depths)],
         "files": len(trace.files),
         "changes of room": changes,
         "rooms": len(set(rooms)),
     }
-    print(json.dumps(found))
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

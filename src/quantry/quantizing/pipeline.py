@@ -6,7 +6,8 @@ alone, never on where or how often the job was interrupted.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -86,7 +87,9 @@ def write(
                 known = known_blocks.enter(block.index)
                 for piece in block.pieces:
                     if known_blocks.sequential or not writer.has(piece):
-                        _store(writer, piece, maker, known)
+                        with _device_memory(piece):
+                            writer.store(piece, maker.make(piece, known))
+                        maker.release(piece)
                     if progress:
                         progress(writer.stored_bytes, job.plan.bytes, piece.name)
                 known_blocks.leave(block.index)
@@ -107,14 +110,15 @@ def _blocks_to_make(
     return blocks[min(missing, next(n for n in inside if blocks[n].index == start)) :]
 
 
-def _store(writer: ShardedWriter, piece: Piece, maker: Maker, known: BlockInputs) -> None:
+@contextmanager
+def _device_memory(piece: Piece) -> Iterator[None]:
+    """Raises QuantryError if the device runs out of memory inside a `with`."""
     try:
-        writer.store(piece, maker.make(piece, known))
+        yield
     except torch.OutOfMemoryError as error:
         raise QuantryError(
             f"the device has no room for {piece.name}", fix="use --low-memory if it is calibrated, or --device cpu"
         ) from error
-    maker.release(piece)
 
 
 def _finish(work: Workspace, job: WriteJob, writer: ShardedWriter, notes: tuple[str, ...]) -> Artefact:
