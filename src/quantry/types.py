@@ -299,6 +299,12 @@ class Workload:
     concurrency: int = 1  # sequences at the same time
     prompt: int = 512  # tokens of a typical prompt
     answer: int = 256
+    shared_prefix: int = 0  # tokens of each prompt that all share
+
+    @property
+    def held(self) -> int:
+        """Tokens that a typical sequence has reached when it ends."""
+        return min(self.context, self.prompt + self.answer)
 
 
 @dataclass(frozen=True, slots=True)

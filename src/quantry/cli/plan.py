@@ -30,6 +30,16 @@ Gpu = Annotated[
 Concurrency = Annotated[int | None, typer.Option(help="Sequences at the same time.")]
 Engine = Annotated[str | None, typer.Option(help="Plan for this engine only: {engines}.")]
 Budget = Annotated[str | None, typer.Option(help="Memory that may be used in all, such as 8GiB.")]
+Prompt = Annotated[int | None, typer.Option(help="Tokens of a usual prompt.")]
+Answer = Annotated[int | None, typer.Option(help="Tokens of a usual answer.")]
+Rate = Annotated[float | None, typer.Option("--requests-per-second", help="Requests a second that must be carried.")]
+Ttft = Annotated[float | None, typer.Option(help="Seconds to the first token, at most.")]
+Tpot = Annotated[float | None, typer.Option(help="Seconds for each further token, at most.")]
+Images = Annotated[int | None, typer.Option(help="Pictures in a prompt.")]
+Prefix = Annotated[int | None, typer.Option("--shared-prefix", help="Tokens of each prompt that all share.")]
+Trace = Annotated[Path | None, typer.Option(help="JSON lines with prompt, answer (tokens) and time (seconds).")]
+Price = Annotated[float | None, typer.Option(help="USD an hour for the machine; the catalogue's if left out.")]
+MaxCost = Annotated[float | None, typer.Option("--max-cost", help="USD an hour that may be spent.")]
 Output = Annotated[
     Path | None, typer.Option("-o", "--output", help="Write the JSON to this file, for `quantry quantize --plan`.")
 ]
@@ -43,6 +53,16 @@ def command(
     concurrency: Concurrency = None,
     engine: Engine = None,
     budget: Budget = None,
+    prompt: Prompt = None,
+    answer: Answer = None,
+    requests_per_second: Rate = None,
+    ttft: Ttft = None,
+    tpot: Tpot = None,
+    images: Images = None,
+    shared_prefix: Prefix = None,
+    trace: Trace = None,
+    price: Price = None,
+    max_cost: MaxCost = None,
     json: flags.Json = False,
     output: Output = None,
 ) -> None:
@@ -51,7 +71,11 @@ def command(
 
     from quantry.planning.plan import plan
 
-    best = plan(model, gpu=gpu, use=use, context=context, concurrency=concurrency, engine=engine, budget=budget)
+    best = plan(
+        model, gpu=gpu, use=use, context=context, concurrency=concurrency, engine=engine, budget=budget,
+        prompt=prompt, answer=answer, requests_per_second=requests_per_second, ttft=ttft, tpot=tpot, images=images,
+        shared_prefix=shared_prefix, trace=trace, price=price, max_cost=max_cost,
+    )  # fmt: skip
     text = dumps(best.to_dict(), indent=2)
     if output is not None:
         _write(output, text)

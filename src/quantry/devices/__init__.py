@@ -65,6 +65,7 @@ class Hardware:
     usable_cores: float | None = None  # cores this process may use, by affinity and container limit
     features: tuple[str, ...] = ()  # avx2, avx512, vnni, bf16, amx, neon, ...
     notes: tuple[str, ...] = ()  # how an ambiguous description was read
+    nodes: int = 1  # machines that the devices are in, equally many in each
 
     @property
     def device(self) -> Device:

@@ -107,6 +107,7 @@ def _spread(serving: Serving) -> list[Setting]:
         ),
         *several("--pipeline-parallel-size", serving.pipeline_parallel, "layers are shared out over as many stages"),
         *several("--data-parallel-size", serving.replicas, "copies of the model that share the requests"),
+        *switch(serving.expert_parallel, "--enable-expert-parallel", "whole experts are shared out over the devices"),
         *maybe("--distributed-executor-backend", ray, f"parts of the model run on {serving.nodes} nodes"),
     ]
 

@@ -65,14 +65,22 @@ def linears(checkpoint: Checkpoint, blocks: int) -> tuple[Linear, ...]:
     return tuple(layers)
 
 
+def check_halves(checkpoint: Checkpoint) -> None:
+    """Raises ConfigError if gate and up rows of experts alternate: such a stack cannot be cut into halves."""
+    family = str(text_config(checkpoint.config).get("model_type"))
+    if family in INTERLEAVED:
+        raise ConfigError(
+            f"{family} interleaves gate and up rows, which Quantry cannot quantize",
+            fix="serve the published checkpoint, which is quantized already (quantry plan)",
+        )
+
+
 def _of_tensor(tensor: TensorInfo, tensors: Sequence[TensorInfo], family: str, hidden: Any) -> list[Linear]:
     stacked = STACKED.fullmatch(tensor.name)
     if tensor.numel == 0:  # an empty tensor may claim any number of experts
         return []
     if stacked and len(tensor.shape) == 3:
-        if family in INTERLEAVED:
-            raise ConfigError(f"{family} interleaves gate and up rows, which is not supported", fix="use its own file")
-        flip = _is_flipped(stacked["experts"], tensors, hidden)
+        flip = family in INTERLEAVED or _is_flipped(stacked["experts"], tensors, hidden)
         return _of_experts(tensor, stacked["experts"], stacked["projection"], flip)
     if len(tensor.shape) != 2 or not tensor.name.endswith(".weight"):
         return []

@@ -24,6 +24,7 @@ from quantry.types import Footprint, Verdict, Workload
 
 SMALLER_GROUPS = (64, 32)
 THROUGHPUT = ("high-throughput", "high-scale-api")  # uses that a smaller cache is always tried for
+LEAST_SLOTS = 8  # sequences at once of a server whose user gave no number
 HOST_SHARE = 0.9  # of the host's memory that may be filled
 
 
@@ -131,7 +132,9 @@ def planned_engines(request: Request) -> tuple[str, ...]:
 
 
 def planned_presets(request: Request) -> list[Preset]:
-    """Returns the presets that can be made today and are not plainly worse than another."""
+    """Returns the presets that can be made today and are not plainly worse than another, or the one that is stored."""
+    if request.stored:
+        return [request.stored.preset]
     half = main_dtype(request.checkpoint) == "F16" or (request.facts["capability"] or 80) < 80
     unused = "bf16" if half else "fp16"
     return [chosen for chosen in presets().values() if not left_out(chosen) and chosen.name != unused]
@@ -144,7 +147,8 @@ def find(request: Request, only: Sequence[str] | None = None, offload: bool = Tr
     without that and `offload` allows it.
     """
     planned = [chosen for chosen in planned_presets(request) if only is None or chosen.name in only]
-    first = [chosen for chosen in planned if request.engine or not is_spare(chosen, request.facts)]
+    named = request.engine or request.stored
+    first = [chosen for chosen in planned if named or not is_spare(chosen, request.facts)]
     candidates, refused = _search(request, first, offload=False)
     if not candidates and len(first) < len(planned):
         candidates, refused = _search(request, planned, offload=False)
@@ -170,7 +174,8 @@ def _search(request: Request, tried: Sequence[Preset], offload: bool) -> Search:
 def _try(request: Request, chosen: Preset, engine: str, offload: bool) -> list[Candidate] | Refused:
     """Returns the candidates of one preset in one engine; none where the engine is not planned with its formats."""
     planned = engine_facts(engine).plan.formats
-    if planned and not set(planned) & set(chosen.formats):
+    formats = (request.stored.format,) if request.stored else chosen.formats
+    if planned and not set(planned) & set(formats):
         return []
     deployment, verdict = _deployment(request, chosen, engine)
     if deployment is None:
@@ -203,23 +208,29 @@ def _most_bytes(request: Request, engine: str, offload: bool) -> float:
 
 
 def _offloads(request: Request, engine: str, offload: bool) -> bool:
-    return offload and engine_facts(engine).plan.whole_layers and request.device.kind == "gpu"
+    facts = engine_facts(engine)
+    return offload and facts.plan.whole_layers and "offload_layers" not in facts.lacks and request.device.kind == "gpu"
 
 
 def _deployment(request: Request, chosen: Preset, engine: str) -> tuple[Deployment | None, Verdict]:
     """Returns the format, and the group where 128 does not divide, that the engine has a kernel for; else why not."""
     verdicts: list[tuple[Deployment, Verdict]] = []
+    plain = Deployment(
+        request.checkpoint,
+        request.stored,
+        engine,
+        request.device,
+        engine_facts(engine).latest,
+        keep_odd=True,  # nothing odd is left: feasibility has refused it
+        as_is=request.stored is not None,
+        features=request.hardware.features,
+    )
+    if request.stored:
+        verdict = feasible(plain)
+        return (None if verdict.outcome == "refusal" else plain), verdict
     for grouped in _grouped(chosen):
         for format_name in chosen.formats:
-            deployment = Deployment(
-                request.checkpoint,
-                Recipe(grouped, format_name),
-                engine,
-                request.device,
-                engine_facts(engine).latest,
-                keep_odd=True,  # nothing odd is left: feasibility has refused it
-                features=request.hardware.features,
-            )
+            deployment = replace(plain, recipe=Recipe(grouped, format_name))
             verdict = feasible(deployment)
             if verdict.outcome == "kernel":
                 return deployment, verdict
@@ -250,8 +261,11 @@ def _fitting(request: Request, deployment: Deployment, verdict: Verdict, offload
             refusals.append(checked)
             continue
         for kv in ("auto", *caches(engine, request.facts)):
-            fits_plain = any(other.deployment.devices == cut.devices for other in fitting)
-            if kv != "auto" and fits_plain and request.use.name not in THROUGHPUT:
+            enough = any(
+                other.deployment.devices == cut.devices and other.sequences >= request.workload.concurrency
+                for other in fitting
+            )
+            if kv != "auto" and enough and request.use.name not in THROUGHPUT:
                 continue
             candidate = _candidate(request, replace(cut, kv=kv), checked, replicas)
             (fitting if fits(candidate, request) else short).append(candidate)
@@ -267,41 +281,53 @@ def _fitting(request: Request, deployment: Deployment, verdict: Verdict, offload
 
 
 def layouts(request: Request, engine: str) -> list[tuple[int, int, int]]:
-    """Returns all layouts over the devices as (tensor parallel, pipeline parallel, copies)."""
-    count = request.hardware.count
-    sizes = [size for size in range(1, count + 1) if count % size == 0]
+    """Returns all layouts over the devices as (tensor parallel, pipeline parallel, copies); some leave devices idle.
+
+    Tensor parallelism stays inside a node. Stages of a pipeline join nodes, and numbers of devices that are no power of
+    two.
+    """
+    count, each = request.hardware.count, request.hardware.count // request.hardware.nodes
     if engine_facts(engine).plan.whole_layers:
-        return [(1, size, 1) for size in sizes]
+        return [(1, size, 1) for size in range(1, count + 1)]
     many = request.workload.concurrency > 1
-    return [(size, 1, count // size if many else 1) for size in sizes]
+    rows = []
+    for tensor in range(1, each + 1):
+        staged = {1, count // tensor} if request.hardware.nodes > 1 or count & (count - 1) else {1}
+        rows += [(tensor, stages, count // (tensor * stages) if many else 1) for stages in sorted(staged)]
+    return rows
 
 
 def _candidate(request: Request, deployment: Deployment, verdict: Verdict, replicas: int) -> Candidate:
     """Returns a candidate with its memory, for fewer sequences where all do not fit and the user gave no number."""
     workload = replace(request.workload, concurrency=-(-request.workload.concurrency // replicas))
-    settings = Settings() if deployment.whole_layers else Settings(sequences=workload.concurrency)
+    settings = Settings() if deployment.whole_layers else Settings(sequences=slots(request, workload.concurrency))
     started = replace(deployment, settings=settings)
     limit = room(started)
     if request.budget is not None:
         limit = min(limit, request.budget // request.hardware.count)
     candidate = Candidate(started, verdict, workload, replicas, footprint(started, workload), limit)
-    settled = request.exact or workload.concurrency == 1
-    return candidate if settled or fits(candidate, request) else _fewer(request, candidate)
+    return candidate if workload.concurrency == 1 or fits(candidate, request) else _fewer(request, candidate)
+
+
+def slots(request: Request, sequences: int) -> int:
+    """Returns the sequences that a server is told to take at once: never so few that users wait for each other."""
+    return sequences if request.exact else max(sequences, LEAST_SLOTS)
 
 
 def _fewer(request: Request, candidate: Candidate) -> Candidate:
     """Returns the same for as many sequences as fit."""
-    most = int(max_concurrency(candidate.deployment, candidate.workload.context))
-    fewer = _at_once(candidate, max(1, min(candidate.workload.concurrency, most)))
+    most = int(max_concurrency(candidate.deployment, candidate.workload.held))
+    fewer = _at_once(request, candidate, max(1, min(candidate.workload.concurrency, most)))
     while fewer.workload.concurrency > 1 and not fits(fewer, request):
-        fewer = _at_once(fewer, max(1, fewer.workload.concurrency * 3 // 4))
+        fewer = _at_once(request, fewer, max(1, fewer.workload.concurrency * 3 // 4))
     return fewer
 
 
-def _at_once(candidate: Candidate, sequences: int) -> Candidate:
+def _at_once(request: Request, candidate: Candidate, sequences: int) -> Candidate:
     workload, deployment = replace(candidate.workload, concurrency=sequences), candidate.deployment
     if not deployment.whole_layers:
-        deployment = replace(deployment, settings=replace(deployment.settings, sequences=sequences))
+        settings = replace(deployment.settings, sequences=slots(request, sequences))
+        deployment = replace(deployment, settings=settings)
     return replace(candidate, workload=workload, deployment=deployment, footprint=footprint(deployment, workload))
 
 

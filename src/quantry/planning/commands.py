@@ -17,6 +17,7 @@ class PlannedArtefact:
     preset: Preset
     format: str
     shards: int = 1  # files of a GGUF
+    as_is: bool = False  # the model is served as it is published
 
     @property
     def folder(self) -> str:
@@ -27,6 +28,8 @@ class PlannedArtefact:
     @property
     def served(self) -> str:
         """What the engine is given: the folder, or the first file of a GGUF."""
+        if self.as_is:
+            return self.model
         if self.format != "gguf":
             return self.folder
         assert self.preset.file_type is not None
@@ -41,15 +44,18 @@ def plain_name(model: str) -> str:
 
 
 def commands(artefact: PlannedArtefact, serving: Serving, gate: str = "general") -> dict[str, list[str]]:
-    """Returns the three commands in the order in which they are run.
+    """Returns the commands in the order in which they are run; of a model that is served as it is, the last only.
 
     Raises UnknownNameError if the engine's version lacks a flag or a value that the serving needs.
     """
+    serve = adapter(serving.engine).command(_planned_options(serving)).shown()
+    if artefact.as_is:
+        return {"serve": serve}
     verify = ["quantry", "verify", artefact.folder, "--reference", artefact.model, "--gate", gate]
     return {
         "quantize": _quantize(artefact),
         "verify": [*verify, "--engine", serving.engine] if engine_facts(serving.engine).verify else verify,
-        "serve": adapter(serving.engine).command(_planned_options(serving)).shown(),
+        "serve": serve,
     }
 
 

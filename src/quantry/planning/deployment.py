@@ -47,6 +47,7 @@ class Deployment:
     offload_layers: int | None = None  # llama.cpp: layers that a GPU holds, counting the head as one
     settings: Settings = field(default_factory=Settings)
     keep_odd: bool = False
+    as_is: bool = False  # the checkpoint is stored so already: Quantry need not write it
     packages: tuple[str, ...] = ()  # installed besides those that the engine's data assume
     features: tuple[str, ...] = ()  # of the processor: amx, ...
 

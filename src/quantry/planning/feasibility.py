@@ -14,6 +14,7 @@ from typing import Literal
 from quantry.devices import Device
 from quantry.engines.contract.catalogue import Capability, Engine, engine_facts, known_version
 from quantry.errors import QuantryError
+from quantry.models.linears import check_halves
 from quantry.planning.conditions import agrees, fill, holds, spell_need
 from quantry.planning.deployment import Deployment
 from quantry.planning.facts import Facts, device_facts, layer_facts
@@ -37,6 +38,8 @@ def feasible(deployment: Deployment) -> Verdict:
     packages = {*deployment.packages, *(package.name for package in engine.packages if package.assumed)}
     common = device_facts(deployment.device, tensor_parallel, packages, deployment.features)
     try:
+        if not deployment.as_is:
+            check_halves(deployment.checkpoint)
         layers = [{**common, **facts} for facts in layer_facts(deployment.checkpoint, recipe, tensor_parallel)]
     except QuantryError as error:
         return Verdict("refusal", None, error.problem, error.fix, "quantry")

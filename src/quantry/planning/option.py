@@ -7,7 +7,8 @@ from typing import Any
 from quantry.engines.contract.catalogue import engine_facts
 from quantry.engines.contract.options import Serving
 from quantry.formats.gguf import NAME as GGUF
-from quantry.planning.candidates import Candidate
+from quantry.planning.candidates import Candidate, slots
+from quantry.planning.capacity import capacity
 from quantry.planning.commands import PlannedArtefact, commands
 from quantry.planning.memory.footprint import host_memory
 from quantry.planning.memory.job import job_cost
@@ -20,6 +21,9 @@ from quantry.quantizing.tensor_plan import shards
 from quantry.report.sizes import human
 
 NEARLY_FULL = 0.95
+EXPERTS, EXPERT_DEVICES, BUSY = 64, 8, 64  # experts of a layer, devices and sequences from which experts are shared out
+AS_IS = "as-is"  # in place of a preset: the checkpoint is quantized already
+HOURS = 730  # of a month
 PARTS = ("weights", "kv_cache", "activations", "overhead", "total")  # of the memory
 
 
@@ -40,6 +44,7 @@ class Option:
     memory: dict[str, Any]
     speed: dict[str, Any]
     cost: dict[str, float | None]
+    load: dict[str, Any]  # what one machine carries, and how many a rate needs
     quality: str
     job: dict[str, int]
     score: dict[str, float]
@@ -52,9 +57,8 @@ def option(ranked: Ranked, others: Sequence[Ranked]) -> Option:
     request, candidate = ranked.request, ranked.candidate
     grid = candidate.preset.scheme.weight
     job = job_cost(request.checkpoint, candidate.recipe, keep_odd=True)
-    dollars = tokens_per_dollar(ranked.all_copies, request.hardware, request.workload)
     return Option(
-        preset=candidate.preset.name,
+        preset=AS_IS if request.stored else candidate.preset.name,
         format=candidate.recipe.format,
         group=grid.block[1] if grid.kind == "int" and grid.block[1] else None,
         scheme=ranked.facts["scheme"],
@@ -62,11 +66,12 @@ def option(ranked: Ranked, others: Sequence[Ranked]) -> Option:
         version=_version(candidate),
         kernel=candidate.verdict.kernel,
         kv_cache_type=candidate.deployment.kv,
-        layout=_layout(candidate),
+        layout=_layout(request, candidate),
         commands=_commands(request, candidate),
         memory=_memory(candidate),
-        speed=_speed(ranked.all_copies),
-        cost={"usd_per_hour": request.hardware.price, "tokens_per_usd": dollars and round(dollars)},
+        speed=_speed(ranked.all_copies, candidate.sequences),
+        cost=_cost(request, ranked.all_copies),
+        load=capacity(ranked),
         quality=ranked.quality.name,
         job={"ram": job.ram, "vram": job.vram, "disk": job.disk},
         score={"total": round(ranked.total, 2), **ranked.points},
@@ -79,7 +84,7 @@ def _version(candidate: Candidate) -> str:
     return candidate.deployment.version
 
 
-def _layout(candidate: Candidate) -> dict[str, int]:
+def _layout(request: Request, candidate: Candidate) -> dict[str, int]:
     """Returns sequences and devices of all copies, and how each copy is cut."""
     return {
         "concurrency": candidate.sequences,
@@ -87,7 +92,16 @@ def _layout(candidate: Candidate) -> dict[str, int]:
         "tensor_parallel": candidate.deployment.tensor_parallel,
         "pipeline_parallel": candidate.deployment.pipeline_parallel,
         "replicas": candidate.replicas,
+        "nodes": -(-candidate.devices * request.hardware.nodes // request.hardware.count),
+        "expert_parallel": int(_expert_parallel(request, candidate)),
     }
+
+
+def _expert_parallel(request: Request, candidate: Candidate) -> bool:
+    """Returns True if experts are shared out over the devices instead of cut: many small ones, many sequences."""
+    facts = engine_facts(candidate.engine).plan
+    spread = candidate.deployment.tensor_parallel >= EXPERT_DEVICES
+    return facts.expert_parallel and spread and request.facts["experts"] >= EXPERTS and candidate.sequences >= BUSY
 
 
 def _memory(candidate: Candidate) -> dict[str, Any]:
@@ -102,9 +116,26 @@ def _memory(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def _speed(predicted: Prediction) -> dict[str, Any]:
+def _cost(request: Request, speed: Prediction) -> dict[str, float | None]:
+    """Returns what an hour, a month and a million tokens cost; None where the machine has no price."""
+    hour = request.price
+    if hour is None:
+        names = ("usd_per_hour", "usd_per_month", "usd_per_million_in", "usd_per_million_out", "tokens_per_usd")
+        return dict.fromkeys(names)
+    per_second = hour / 3600 * 1e6
+    return {
+        "usd_per_hour": hour,
+        "usd_per_month": round(hour * HOURS, 2),
+        "usd_per_million_in": round(per_second / speed.prompts_tokens_per_s, 4),
+        "usd_per_million_out": round(per_second / speed.decode_tokens_per_s, 4),
+        "tokens_per_usd": round(tokens_per_dollar(speed, hour, request.workload)),
+    }
+
+
+def _speed(predicted: Prediction, sequences: int) -> dict[str, Any]:
     return {
         "decode_tokens_per_s": round(predicted.decode_tokens_per_s, 1),
+        "decode_tokens_per_s_per_user": round(predicted.decode_tokens_per_s / sequences, 1),
         "prefill_tokens_per_s": round(predicted.prefill_tokens_per_s, 1),
         "first_token_s": round(predicted.first_token_s, 4),
         "bound": predicted.bound,
@@ -115,7 +146,8 @@ def _speed(predicted: Prediction) -> dict[str, Any]:
 
 def _commands(request: Request, candidate: Candidate) -> dict[str, list[str]]:
     deployment, recipe = candidate.deployment, candidate.recipe
-    artefact = PlannedArtefact(request.model, recipe.preset, recipe.format, _shards(request, candidate))
+    served_as_is = request.stored is not None or (is_sixteen_bit(candidate) and recipe.format != GGUF)
+    artefact = PlannedArtefact(request.model, recipe.preset, recipe.format, _shards(request, candidate), served_as_is)
     old = request.device.platform == "cuda" and (request.facts["capability"] or 80) < 80
     share = None if request.budget is None else max(0.01, int(100 * candidate.limit / request.device.usable) / 100)
     serving = Serving(
@@ -126,11 +158,13 @@ def _commands(request: Request, candidate: Candidate) -> dict[str, list[str]]:
         platform=request.device.platform,
         bits=recipe.preset.scheme.weight.bits,
         context=candidate.workload.context,
-        parallel=candidate.workload.concurrency,
+        parallel=slots(request, candidate.workload.concurrency),
         kv=None if deployment.kv == "auto" else deployment.kv,
         tensor_parallel=deployment.tensor_parallel,
         pipeline_parallel=deployment.pipeline_parallel,
         replicas=candidate.replicas,
+        expert_parallel=_expert_parallel(request, candidate),
+        trust_remote_code=bool(request.facts["remote_code"]) and engine_facts(candidate.engine).plan.remote_code,
         offload_layers=deployment.offload_layers,
         utilization=share,  # of a device, that a budget leaves to the engine
         cache_gib=max(1, -(-candidate.footprint.kv_cache // (1 << 30))),
@@ -183,7 +217,7 @@ def _facts_of(candidate: Candidate) -> list[str]:
         f"{human(needed)} of {human(limit)} on each device ({needed / limit:.0%})",
     ]
     if is_sixteen_bit(candidate):
-        copied = "the model is 16 bit: quantize only copies it, and can be left out"
+        copied = "the model is 16 bit, and served as it is published"
         converted = "16 bit: nothing is rounded, the file is only converted"
         facts.append(converted if candidate.recipe.format == GGUF else copied)
     return facts
@@ -196,8 +230,13 @@ def _doubts(request: Request, candidate: Candidate) -> list[str]:
         doubts.append(verdict.reason + (f"; {verdict.fix}" if verdict.fix else ""))
     if candidate.offloaded:
         doubts.append(_offload_words(request, candidate))
+    if request.facts["remote_code"] and engine_facts(candidate.engine).plan.remote_code:
+        doubts.append(
+            "--trust-remote-code runs Python code of the repository on this machine: read it first, pin the revision"
+        )
     if candidate.sequences < request.workload.concurrency:
-        doubts.append(f"{request.workload.concurrency} at once are usual for this use, and {candidate.sequences} fit")
+        asked = "asked for" if request.exact else "usual for this use"
+        doubts.append(f"{request.workload.concurrency} at once are {asked}, and {candidate.sequences} fit; others wait")
     elif needed > NEARLY_FULL * candidate.limit:
         doubts.append("memory is nearly full: a longer context or one more sequence may not fit")
     if request.device.free is not None and needed > request.device.free:

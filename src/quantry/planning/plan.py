@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from quantry.errors import QuantryError
-from quantry.models.already_quantized import check_sixteen_bit
 from quantry.models.attention import context_length
 from quantry.planning.alternatives import Near, alternatives
 from quantry.planning.candidates import Candidate, Refused, find, planned_presets
+from quantry.planning.load import LoadOptions
 from quantry.planning.memory.weights import weights_bytes
 from quantry.planning.models import open_model
 from quantry.planning.option import Option, option
@@ -56,17 +56,19 @@ def plan(
     concurrency: int | None = None,
     engine: str | None = None,
     budget: str | int | None = None,
+    **load: Any,
 ) -> Plan:
     """Plans how to quantize `model` and how to serve it on the machine that `gpu` describes, or on this one.
 
-    Raises QuantryError if a name is unknown, the model is already quantized or the options contradict each other.
+    A model that is quantized already is planned as it is. `load` are further fields of `LoadOptions`: prompt, answer,
+    requests_per_second, ttft, tpot, images, shared_prefix, trace, price, max_cost. Raises QuantryError if a name is
+    unknown or the options contradict each other.
 
     Example: `plan("llama-3.1-8b", gpu="RTX 3090", use="rag").options[0].commands["serve"]`.
     """
     checkpoint = open_model(model)
-    check_sixteen_bit(checkpoint)
-    options = PlanOptions(gpu, use, context, concurrency, engine, budget)
-    return decide(read_request(str(model), checkpoint, options))
+    asked = LoadOptions(context, concurrency, **load)
+    return decide(read_request(str(model), checkpoint, PlanOptions(gpu, use, engine, budget, asked)))
 
 
 def decide(request: Request) -> Plan:
@@ -84,8 +86,21 @@ def decide(request: Request) -> Plan:
         options=options,
         refused=_gathered([*refused, *untimed]),
         nearest=() if options else alternatives(request),
-        notes=request.hardware.notes,
+        notes=(*request.hardware.notes, *request.notes, *_unmet(request, options)),
     )
+
+
+def _unmet(request: Request, options: Sequence[Option]) -> list[str]:
+    """Says which limits no option holds, and what the nearest takes."""
+    notes, goals = [], request.goals
+    for name, limit, unit in (("ttft", goals.ttft, "first_token_s"), ("tpot", goals.tpot, None)):
+        if limit is None or not options or any(row.load["holds"][name] for row in options):
+            continue
+        best = min(row.speed[unit] if unit else 1 / row.speed["decode_tokens_per_s_per_user"] for row in options)
+        notes.append(f"no option holds the limit of {limit:g} s for --{name}: the fastest takes {best:.2g} s")
+    if goals.max_cost is not None and request.price is not None and request.price > goals.max_cost:
+        notes.append(f"the machine costs {request.price:g} USD an hour, more than --max-cost {goals.max_cost:g}")
+    return notes
 
 
 def _check_possible(request: Request, candidates: Sequence[Candidate], refused: Sequence[Refused]) -> None:
@@ -146,6 +161,7 @@ def _model_facts(request: Request) -> dict[str, Any]:
         "vision": request.facts["vision"],
         "experts": request.facts["experts"],
         "shape_only": "shape" in checkpoint.metadata,
+        "stored": str(checkpoint.metadata.get("stored", "bf16")),
     }
 
 

@@ -15,6 +15,8 @@ from quantry.planning.speed.throughput import Prediction, speed
 
 SHOWN = 12  # options of a plan
 HALVING = 3.0  # points for half the speed
+FASTER = 1.02  # times the speed that counts as faster
+SAME_QUALITY = 0.05  # points
 AMPLE = 0.25  # share of the memory that is room enough
 
 
@@ -47,6 +49,23 @@ class Ranked:
         return sum(self.points.values())
 
     @property
+    def holds_limits(self) -> bool:
+        """True if the limits of the request hold at the planned load."""
+        goals = self.request.goals
+        late = goals.ttft is not None and self.speed.first_token_s > goals.ttft
+        return not late and (goals.tpot is None or self.speed.step_s <= goals.tpot)
+
+    def beats(self, other: "Ranked") -> bool:
+        """Returns True if this has the same quality class or a better one, and is faster in both phases."""
+        mine, theirs = self.all_copies, other.all_copies
+        return (
+            self.quality.points >= other.quality.points - SAME_QUALITY
+            and mine.decode_tokens_per_s > FASTER * theirs.decode_tokens_per_s
+            and mine.first_token_s <= theirs.first_token_s
+            and self.candidate.sequences >= other.candidate.sequences
+        )
+
+    @property
     def all_copies(self) -> Prediction:
         """The speed of all copies together."""
         return replace(
@@ -72,9 +91,16 @@ def rank(request: Request, candidates: Sequence[Candidate]) -> tuple[list[Ranked
         facts = {**request.facts, **candidate.facts, "sixteen_fits": sixteen_fits}
         pace = _pace(request, candidate, predicted) / fastest
         ranked.append(Ranked(candidate, facts, predicted, quality(facts), pace, request))
-    worst_first = sorted(ranked, key=lambda row: row.total)
+    worst_first = sorted(ranked, key=lambda row: (row.holds_limits, row.total))
     distinct = {(row.candidate.preset.name, row.candidate.engine): row for row in worst_first}  # the last is the best
-    return sorted(distinct.values(), key=lambda row: -row.total)[:SHOWN], refused
+    ordered = sorted(distinct.values(), key=lambda row: (not row.holds_limits, -row.total))
+    return _undominated_first(ordered)[:SHOWN], refused
+
+
+def _undominated_first(ordered: list[Ranked]) -> list[Ranked]:
+    """Puts the first row that no other beats before those that one does."""
+    first = next((row for row in ordered if not any(other.beats(row) for other in ordered)), None)
+    return ordered if first is None else [first, *(row for row in ordered if row is not first)]
 
 
 def is_sixteen_bit(candidate: Candidate) -> bool:

@@ -1,17 +1,20 @@
 """What `quantry plan` is asked: options as the user gives them, and the checked request that they become."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from quantry.devices import Device, Hardware
 from quantry.devices.catalogue import parse
 from quantry.engines.contract.catalogue import engine_facts
 from quantry.errors import QuantryError
-from quantry.models.attention import context_length, text_config
+from quantry.models.attention import text_config
 from quantry.models.experts import expert_count
 from quantry.planning.budget import memory_bytes
+from quantry.planning.existing import existing
 from quantry.planning.facts import Facts, capability
-from quantry.planning.rules import Use, find_use, tier
+from quantry.planning.load import Goals, LoadOptions, read_load
+from quantry.planning.rules import Use, find_use, needs_remote_code, tier
+from quantry.quantizing.recipe import Recipe
 from quantry.report.sizes import human
 from quantry.types import Checkpoint, Workload
 
@@ -22,10 +25,9 @@ class PlanOptions:
 
     gpu: str | None = None
     use: str | None = None
-    context: int | None = None
-    concurrency: int | None = None
     engine: str | None = None
     budget: str | int | None = None
+    load: LoadOptions = field(default_factory=LoadOptions)
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,9 @@ class Request:
     engine: str | None = None
     budget: int | None = None
     exact: bool = False  # the user gave the concurrency; otherwise fewer sequences than the use's will do
+    stored: Recipe | None = None  # of a checkpoint that is quantized already, and served as it is
+    goals: Goals = field(default_factory=Goals)
+    notes: tuple[str, ...] = ()  # what was assumed of the model and the load
 
     @property
     def device(self) -> Device:
@@ -48,6 +53,11 @@ class Request:
     @property
     def machine(self) -> str:
         return machine_name(self.device, self.hardware.count)
+
+    @property
+    def price(self) -> float | None:
+        """USD an hour for the machine, as the user or else the catalogue says."""
+        return self.hardware.price if self.goals.price is None else self.goals.price
 
     @cached_property
     def parameters(self) -> int:
@@ -70,6 +80,7 @@ class Request:
             "parameters": self.parameters / 1e9,
             "vision": "vision_config" in self.checkpoint.config,
             "experts": expert_count(text_config(self.checkpoint.config)),
+            "remote_code": needs_remote_code(self.checkpoint.config),
             "context": self.workload.context,
             "concurrency": self.workload.concurrency,
         }
@@ -86,38 +97,33 @@ def read_request(model: str, checkpoint: Checkpoint, options: PlanOptions) -> Re
     hardware = parse(options.gpu) if options.gpu is not None else _this_machine()
     if use.name == "vlm" and "vision_config" not in checkpoint.config:
         raise QuantryError(f"--for {options.use} is asked, and {model} has no vision tower", fix="leave --for out")
+    shape, stored = existing(checkpoint) or (checkpoint, None)
+    load = read_load(model, shape.config, use, options.load)
     return Request(
         model=str(checkpoint.metadata.get("repo", model)),  # of a model known by its shape, the hub id of its weights
-        checkpoint=checkpoint,
+        checkpoint=shape,
         hardware=hardware,
         use=use,
-        workload=_workload(model, checkpoint, use, options),
+        workload=load.workload,
         engine=options.engine,
         budget=None if options.budget is None else _budget(options.budget, hardware),
-        exact=options.concurrency is not None,
+        exact=options.load.concurrency is not None,
+        stored=stored,
+        goals=load.goals,
+        notes=(*_borrowed(checkpoint), *load.notes),
     )
+
+
+def _borrowed(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Says what of the model is taken from the catalogue."""
+    sentence = checkpoint.metadata.get("borrowed")
+    return (str(sentence),) if sentence else ()
 
 
 def _this_machine() -> Hardware:
     from quantry.devices.detect import detect  # of this machine only, so that other plans start faster
 
     return detect(0)
-
-
-def _workload(model: str, checkpoint: Checkpoint, use: Use, options: PlanOptions) -> Workload:
-    """Returns the load of the options or else of the use, within what the model was made for."""
-    context, longest = options.context, context_length(checkpoint.config)
-    for name, value, most in (("context", context, 1 << 30), ("concurrency", options.concurrency, 1 << 20)):
-        if value is not None and not 1 <= value <= most:
-            raise QuantryError(f"--{name} {value} is not 1 to {most}", fix=f"give --{name} a positive number")
-    if context is not None and longest is not None and context > longest:
-        raise QuantryError(
-            f"--context {context} is more than the {longest} tokens that {model} was made for",
-            fix=f"use --context {longest} or less",
-        )
-    tokens = context or min(use.context, longest or use.context)
-    answer = max(1, min(256, tokens // 4))
-    return Workload(tokens, options.concurrency or use.concurrency, max(1, min(use.prompt, tokens - answer)), answer)
 
 
 def _budget(text: str | int, hardware: Hardware) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache, partial
-from typing import Literal
+from typing import Any, Literal
 
 from quantry import registry
 from quantry.devices import Device
@@ -31,7 +31,8 @@ class Use:
     quality: float
     speed: float
     room: float
-    prompt: int = 512
+    prompt: int = 512  # tokens of a usual prompt
+    answer: int = 256  # and of its answer
     measure: Literal["decode", "first"] = "decode"
     gate: str = "general"
     prefix_cache: bool = False
@@ -121,6 +122,17 @@ def is_spare(preset: Preset, facts: Facts) -> bool:
     return any(agrees(row.get("when", {}), facts, {}) for row in rows)
 
 
+def needs_remote_code(config: Mapping[str, Any]) -> bool:
+    """Returns True if engines run a model of this config only with Python code of its repository."""
+    return str(config.get("model_type")) in _data()["remote_code"]["model_types"]
+
+
+def image_tokens(model_type: str) -> int:
+    """Returns the tokens that a picture of about one million pixels becomes."""
+    rows = _data()["images"]
+    return int(rows.get(model_type, rows["default"]))
+
+
 def caches(engine: str, facts: Facts) -> tuple[str, ...]:
     """Returns the smaller cache types that are planned for an engine there."""
     return tuple(row.kv for row in engine_facts(engine).plan.caches if agrees(row.when, facts, {}))
@@ -130,6 +142,7 @@ def quality(facts: Facts) -> Quality:
     """Returns the expected quality of an option."""
     row = next(row for row in _data()["quality"] if agrees(row["when"], facts, {}))
     points, parameters = row["points"], facts["parameters"]
+    points -= next((cut["points"] for cut in _data()["caches"] if fnmatchcase(facts.get("kv", "auto"), cut["kv"])), 0)
     for size in _data()["sizes"] if facts["bits"] <= SMALL_BITS else ():
         if size.get("at_least", 0) <= parameters < size.get("below", float("inf")):
             points += size["points"]

@@ -14,6 +14,7 @@ from quantry.llamacpp.importance import Importance
 from quantry.llamacpp.tensor_map import Target
 from quantry.methods import contract
 from quantry.models.attention import block_count
+from quantry.models.linears import check_halves
 from quantry.quantizing.containers.folder import SafetensorsFolder, small_files
 from quantry.quantizing.containers.gguf_file import GgufFile, describe, plan_gguf
 from quantry.quantizing.makers.gguf import GgufMaker
@@ -28,6 +29,7 @@ class FolderTarget:
     """A Hugging Face folder whose linear layers are quantized. Raises RecipeError if none would be."""
 
     def __init__(self, checkpoint: Checkpoint, recipe: Recipe, keep_odd: bool = False) -> None:
+        check_halves(checkpoint)
         self._checkpoint = checkpoint
         self._codec = None if recipe.format == CAST else load_format(recipe.format)
         plan = plan_folder(checkpoint, recipe, block_count(checkpoint.config), keep_odd)

@@ -2,8 +2,9 @@
 
 No term is "times 1.2": weights are the tensors that will be stored (weights.py) as the engine loads them (loaded.py),
 the cache follows from the layers and from how the engine allocates (kv_cache.py), activations and overhead from
-formulas and constants of each engine (buffers.py, terms.toml). `Footprint.parts` names every term; the terms of the
-host beside a GPU end in "(host)".
+formulas and constants of each engine (buffers.py, terms.toml). A paged cache holds the tokens that sequences are
+expected to reach, and at least one whole context; other caches hold the context of every sequence. `Footprint.parts`
+names every term; the terms of the host beside a GPU end in "(host)".
 """
 
 from collections import Counter
@@ -137,7 +138,10 @@ def _load(deployment: Deployment, workload: Workload) -> Sequences:
         return Sequences(context, count, min(settings.tokens or tokens, context * count), settings.sequences or count)
     slots = settings.sequences or max(sequences, count)
     step = settings.tokens or min(tokens, slots * context)
-    return Sequences(context, count, step, min(slots, step), in_flight=deployment.pipeline_parallel + 1)
+    flight = deployment.pipeline_parallel + 1
+    if count * workload.held < context:  # one sequence may always reach its whole context
+        return Sequences(context, 1, step, min(slots, step), in_flight=flight)
+    return Sequences(workload.held, count, step, min(slots, step), in_flight=flight)
 
 
 @per_checkpoint(16)
@@ -161,7 +165,7 @@ def _tightest(deployment: Deployment, context: int) -> tuple[int, float]:
     """Returns the bytes of one sequence on the device with the least room for it, and the bytes free for all."""
     limit = room(deployment)
     tightest: tuple[float, int, float] | None = None
-    for share in _shares(deployment, Workload(context)):
+    for share in _shares(deployment, Workload(context, prompt=context)):
         if share.stage.host and share.stage.device.kind == "gpu":
             continue
         rest = sum(share.parts.values()) - _sum(share.parts, "KV cache")

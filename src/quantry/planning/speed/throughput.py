@@ -9,7 +9,7 @@ two apart. A step has the mean context of an answer.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from quantry.devices import Device, Hardware
+from quantry.devices import Device
 from quantry.errors import QuantryError
 from quantry.models.attention import block_count
 from quantry.planning.deployment import Deployment
@@ -140,13 +140,11 @@ def _least(overtakes: Callable[[int], bool]) -> int | None:
     return high
 
 
-def tokens_per_dollar(speed: Speed, hardware: Hardware, workload: Workload) -> float | None:
-    """Returns the tokens of answers for one dollar; None if the machine has no price.
+def tokens_per_dollar(speed: Speed, price: float, workload: Workload) -> float:
+    """Returns the tokens of answers for one dollar, at a price in USD an hour.
 
     The device reads each prompt before it answers: prompts at the prefill of a full batch, where that is known.
     """
-    if hardware.price is None:
-        return None
     prefill = speed.prompts_tokens_per_s if isinstance(speed, Prediction) else speed.prefill_tokens_per_s
     seconds = workload.prompt / prefill + workload.answer / speed.decode_tokens_per_s
-    return workload.answer / seconds * 3600 / hardware.price
+    return workload.answer / seconds * 3600 / price
