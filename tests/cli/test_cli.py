@@ -50,7 +50,9 @@ def test_flags_are_frozen() -> None:
         "inspect": ["--json", "model"],
         "matrix": ["--json", "name"],
         "plan": [
-            "--budget", "--concurrency", "--context", "--engine", "--for", "--gpu", "--json", "--output", "-o", "model",
+            "--answer", "--budget", "--concurrency", "--context", "--engine", "--for", "--gpu", "--images", "--json",
+            "--max-cost", "--output", "--price", "--prompt", "--requests-per-second", "--shared-prefix", "--tpot", "--trace",
+            "--ttft", "-o", "model",
         ],
         "presets": ["--json"],
         "quantize": [

@@ -334,7 +334,7 @@ def test_cache_grows_as_the_layers_say() -> None:
 
     def cache(name: str, context: int, concurrency: int = 1, **rest: Any) -> int:
         found = deployment(open_model(name), "bf16", "vllm", "8x H200", **rest)
-        return footprint(found, Workload(context, concurrency)).kv_cache
+        return footprint(found, Workload(context, concurrency, prompt=context)).kv_cache
 
     assert cache("llama-3-8b", 8192) == 2 * cache("llama-3-8b", 4096) == 8192 * 131_072
     assert cache("llama-3-8b", 4096, 7) == 7 * cache("llama-3-8b", 4096)
@@ -554,7 +554,7 @@ def test_capacity_and_footprint_belong_together() -> None:
         found = deployment(
             open_model("llama-3-8b"), name, engine, "RTX 4090", settings=Settings(sequences=16, tokens=512)
         )
-        load, engine_terms = Workload(4096, 8), found.terms
+        load, engine_terms = Workload(4096, 8, prompt=4096), found.terms
         kept_free = footprint(found, load).kv_cache * (1 / engine_terms.cache_share - 1)
         filled = footprint(found, load).per_device + kept_free + engine_terms.margin_mib * MIB
         least = int(filled / engine_terms.utilization)

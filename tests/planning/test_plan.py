@@ -4,7 +4,7 @@ a stable JSON, refusals with what is nearest, and tables whose every cell is ans
 import json
 import re
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ from planning.named_facts import named_facts
 from quantry.devices.catalogue import catalogue, parse
 from quantry.engines.contract.catalogue import engine_facts, engines, flags
 from quantry.engines.contract.options import Serving
-from quantry.errors import QuantryError, UnknownNameError
+from quantry.errors import UnknownNameError
 from quantry.jobs.quantize import quantize
 from quantry.planning import matrices, rules
 from quantry.planning.candidates import find
 from quantry.planning.commands import PlannedArtefact, commands
 from quantry.planning.conditions import agrees
+from quantry.planning.load import LoadOptions
 from quantry.planning.models import open_model
 from quantry.planning.plan import Plan, plan
 from quantry.planning.request import PlanOptions, Request, read_request
@@ -34,7 +35,7 @@ CASES = json.loads((GOLDENS / "plan_cases.json").read_text())
 HANDBOOK = matrices.cases()
 SHOWN = json.loads((GOLDENS / "plan_shown.json").read_text())
 REQUEST_FACTS = {
-    "use", "platform", "family", "capability", "tier", "kind", "devices", "device_gib", "parameters", "vision", "experts",
+    "use", "platform", "family", "capability", "tier", "kind", "devices", "device_gib", "parameters", "vision", "experts", "remote_code",
     "context", "concurrency", "sixteen_fits",
 }  # fmt: skip
 OPTION_FACTS = {
@@ -45,7 +46,8 @@ OPTION_FACTS = {
 
 def request_of(model: str, **options: Any) -> Request:
     """What `plan` makes of its arguments."""
-    return read_request(model, open_model(model), PlanOptions(**options))
+    load = {field.name: options.pop(field.name) for field in fields(LoadOptions) if field.name in options}
+    return read_request(model, open_model(model), PlanOptions(**options, load=LoadOptions(**load)))
 
 
 def facts_of(found: Plan, number: int = 0) -> dict[str, Any]:
@@ -164,7 +166,7 @@ def test_less_memory_never_gives_more_sequences() -> None:
         found = plan("llama-3.1-8b", gpu="RTX 3090", use="public-api", budget=budget, engine="vllm").options
         return max(one.layout["concurrency"] for one in found)
 
-    counts = [sequences(size) for size in ("8GiB", "12GiB", "16GiB", "20GiB")]
+    counts = [sequences(size) for size in ("6.5GiB", "7GiB", "8GiB", "12GiB", "20GiB")]
     assert counts == sorted(counts)
     assert counts[0] < counts[-1]
 
@@ -194,10 +196,12 @@ def test_budgets_as_people_write_them(text: str | int, size: int) -> None:
     assert request_of("demo", gpu="RTX 3090", budget=text).budget == size
 
 
-def test_asked_concurrency_is_kept_or_refused() -> None:
+def test_asked_concurrency_is_kept_or_said_to_be_less() -> None:
     asked = plan("llama-3.1-8b", gpu="RTX 3090", concurrency=16)
     assert {one.layout["concurrency"] for one in asked.options} == {16}
-    assert find(request_of("llama-2-13b", gpu="RTX 3060 12GB", concurrency=64))[0] == []
+    for option in plan("llama-2-13b", gpu="RTX 3060 12GB", concurrency=64).options:
+        assert option.layout["concurrency"] < 64
+        assert any("64 at once are asked for" in warning for warning in option.warnings)
 
 
 # ---- commands ----
@@ -290,14 +294,14 @@ def test_json_names_are_frozen(tmp_path: Path) -> None:
     option = found["options"][0]
     assert set(option) == {
         "preset", "format", "group", "scheme", "engine", "version", "kernel", "kv_cache_type", "layout", "commands", "memory",
-        "speed", "cost", "quality", "job", "score", "reasons", "warnings",
+        "speed", "cost", "load", "quality", "job", "score", "reasons", "warnings",
     }  # fmt: skip
     assert set(option["commands"]) == {"quantize", "verify", "serve"}
     assert set(option["memory"]) == {
         "weights", "kv_cache", "activations", "overhead", "total", "per_device", "limit", "host", "parts",
     }  # fmt: skip
     assert set(option["speed"]) == {
-        "decode_tokens_per_s", "prefill_tokens_per_s", "first_token_s", "bound", "spread", "measured",
+        "decode_tokens_per_s", "decode_tokens_per_s_per_user", "prefill_tokens_per_s", "first_token_s", "bound", "spread", "measured",
     }  # fmt: skip
     assert all(
         {"engine", "presets", "why", "fix", "short"} == set(row) and row["why"] and row["fix"]
@@ -372,9 +376,12 @@ def test_bad_input_is_one_line(arguments: tuple[str, ...], problem: str, fix: st
     assert fix in line
 
 
-def test_what_is_quantized_already_is_not_planned(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with pytest.raises(QuantryError, match="already quantized"):
-        plan(quantized_demo(tmp_path_factory, "w8a8"), gpu="RTX 3090")
+def test_what_is_quantized_already_is_planned_as_it_is(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = quantized_demo(tmp_path_factory, "w8a8")
+    option = plan(folder, gpu="RTX 3090").options[0]
+    assert (option.preset, option.scheme, option.quality) == ("as-is", "w8a8", "as published")
+    assert list(option.commands) == ["serve"]
+    assert str(folder) in option.commands["serve"]
 
 
 def test_planning_imports_no_torch() -> None:

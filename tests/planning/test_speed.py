@@ -420,14 +420,9 @@ def test_rivals_are_those_that_the_device_computes(llama: Checkpoint) -> None:
 def test_tokens_for_a_dollar(llama: Checkpoint, h200: Hardware) -> None:
     plain = Speed(decode_tokens_per_s=1000, prefill_tokens_per_s=5120, first_token_s=0.1, bound="bandwidth")
     load = Workload(4096, prompt=512, answer=100)  # 0.1 s of prompt and 0.1 s of answer: 500 tokens a second
-    listed = tokens_per_dollar(plain, h200, load)
-    assert h200.price
-    assert listed == pytest.approx(500 * 3600 / h200.price)
-    assert tokens_per_dollar(plain, parse("M2 16GB"), load) is None
-    full = predicted(llama, "w8a8", "vllm", h200, 128)
-    assert tokens_per_dollar(full, h200, LOAD) > tokens_per_dollar(  # type: ignore[operator]
-        predicted(llama, "w8a8", "vllm", h200, 1), h200, LOAD
-    )
+    assert tokens_per_dollar(plain, 3.6, load) == pytest.approx(500 * 3600 / 3.6)
+    full, alone = (predicted(llama, "w8a8", "vllm", h200, batch) for batch in (128, 1))
+    assert tokens_per_dollar(full, 3.6, LOAD) > tokens_per_dollar(alone, 3.6, LOAD)
 
 
 # ---- what is known and what is not ----

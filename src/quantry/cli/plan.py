@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 BAR = 40  # characters of a full bar
 SHOWN = 6  # options in the table
+REFUSED = 3  # refusals that are shown
+WIDTH = 76  # letters of a line of a command
 PARTS = (("weights", "cyan"), ("kv_cache", "green"), ("activations", "yellow"), ("overhead", "magenta"))
 
 
@@ -107,10 +109,26 @@ def picture(plan: "Plan") -> list["RenderableType"]:
     lines: list[RenderableType] = [_head(plan), "", _title(best), *_bar(best), ""]
     lines += [Text(f"  + {reason}") for reason in best.reasons]
     lines += [Text(f"  ! {warning}", "yellow") for warning in best.warnings]
-    lines += ["", *_commands(best), "", _table(plan.options[:SHOWN])]
-    if plan.refused:
-        lines += ["", Text(f"{len(plan.refused)} kinds of options are refused (--json says which and why)", "dim")]
+    lines += ["", *_commands(best), "", _table(_different(plan.options)[:SHOWN]), *_refused(plan)]
     return [*lines, *notes]
+
+
+def _different(options: "tuple[Option, ...]") -> "tuple[Option, ...]":
+    """Returns the best option of each scheme and engine: presets that differ only in how they round are twins."""
+    first: dict[tuple[str, str], Option] = {}
+    for option in options:
+        first.setdefault((option.scheme, option.engine), option)
+    return tuple(first.values())
+
+
+def _refused(plan: "Plan") -> list["RenderableType"]:
+    from rich.text import Text
+
+    if not plan.refused:
+        return []
+    shown = plan.refused[:REFUSED]
+    rows = [Text(f"  {row['engine']}, {', '.join(row['presets'][:3])}: {row['why']}", "dim") for row in shown]
+    return ["", Text(f"refused, {len(shown)} of {len(plan.refused)} (--json has all):", "dim"), *rows]
 
 
 def _head(plan: "Plan") -> "Text":
@@ -120,7 +138,8 @@ def _head(plan: "Plan") -> "Text":
     text = Text(plan.model["source"], "bold")
     text.append(f" ({plan.model['parameters'] / 1e9:,.2f} billion parameters) on {plan.hardware['name']}", "")
     sequences = f"{load['concurrency']} sequence{'s' if load['concurrency'] > 1 else ''}"
-    text.append(f", {plan.use}: {sequences} of {load['context']:,} tokens", "not bold")
+    lengths = f"prompts of {load['prompt']:,} tokens, answers of {load['answer']:,}, at most {load['context']:,}"
+    text.append(f", {plan.use}: {sequences} at once, {lengths}", "not bold")
     return text
 
 
@@ -135,12 +154,19 @@ def _title(option: "Option") -> "Text":
 def _speed(option: "Option") -> str:
     speed = option.speed
     measured = "" if speed["measured"] else f" (±{speed['spread']:.0%})"
-    return f"{speed['decode_tokens_per_s']:,.0f} tokens/s{measured}, first token after {speed['first_token_s']:.2g} s"
+    user, whole = speed["decode_tokens_per_s_per_user"], speed["decode_tokens_per_s"]
+    in_all = f" for each user, {whole:,.0f} in all" if option.layout["concurrency"] > 1 else ""
+    return f"{user:,.0f} tokens/s{in_all}{measured}, first token after {speed['first_token_s']:.2g} s"
 
 
 def _cost(option: "Option") -> str:
-    tokens = option.cost["tokens_per_usd"]
-    return f", {tokens / 1e6:,.2f} million tokens a dollar" if tokens else ""
+    cost = option.cost
+    if cost["usd_per_hour"] is None:
+        return ""
+    return (
+        f"; ${cost['usd_per_million_out']:,.2f} a million tokens out, ${cost['usd_per_million_in']:,.2f} in, "
+        f"${cost['usd_per_month']:,.0f} a month"
+    )
 
 
 def _bar(option: "Option") -> list["Text"]:
@@ -158,21 +184,39 @@ def _bar(option: "Option") -> list["Text"]:
 
 
 def _commands(option: "Option") -> list["Text"]:
-    from shlex import join
-
     from rich.text import Text
 
-    return [Text(f"$ {join(words)}", "bold", overflow="fold") for words in option.commands.values()]
+    return [Text(line, "bold") for words in option.commands.values() for line in _shell_lines(words)]
+
+
+def _shell_lines(words: list[str]) -> list[str]:
+    """Returns a command as lines that a shell takes as one: flags stay with their values."""
+    from shlex import quote
+
+    lines = ["$"]
+    pieces: list[str] = []
+    for word in map(quote, words):
+        if pieces and not word.startswith("-") and pieces[-1].startswith("--") and " " not in pieces[-1]:
+            pieces[-1] += f" {word}"
+        else:
+            pieces.append(word)
+    for piece in pieces:
+        if len(lines[-1]) + len(piece) > WIDTH and lines[-1].strip("$ "):
+            lines[-1] += " \\"
+            lines.append(f"   {piece}")
+        else:
+            lines[-1] += f" {piece}"
+    return lines
 
 
 def _table(options: "tuple[Option, ...]") -> "RenderableType":
-    right = ("devices", "at once", "memory", "tokens/s")
+    right = ("devices", "at once", "memory", "tok/s each")
     rows = table(("preset", "engine", "KV", "quality", *right), right, no_wrap=True)  # as many as 80 letters hold
     for option in options:
         rows.add_row(
             option.preset, option.engine, option.kv_cache_type, option.quality, _devices(option),
             str(option.layout["concurrency"]), human(option.memory["total"]),
-            f"{option.speed['decode_tokens_per_s']:,.0f}",
+            f"{option.speed['decode_tokens_per_s_per_user']:,.0f}",
         )  # fmt: skip
     return rows
 

@@ -8,8 +8,7 @@ from quantry.planning.candidates import Candidate
 from quantry.planning.load import Goals
 from quantry.planning.memory.footprint import max_concurrency
 from quantry.planning.ranking import Ranked
-from quantry.planning.speed.throughput import speed
-from quantry.types import Workload
+from quantry.planning.speed.throughput import Prediction, speed
 
 MOST = 1024  # sequences of a copy up to which a limit is looked for
 
@@ -52,8 +51,8 @@ def _step(ranked: Ranked, sequences: int) -> float:
     return _predicted(ranked.candidate, ranked, sequences).step_s
 
 
-def _predicted(candidate: Candidate, ranked: Ranked, sequences: int) -> Any:
-    load: Workload = replace(candidate.workload, concurrency=sequences)
+def _predicted(candidate: Candidate, ranked: Ranked, sequences: int) -> Prediction:
+    load = replace(candidate.workload, concurrency=sequences)
     return speed(candidate.deployment, load, ranked.request.hardware.cpu)
 
 
@@ -61,7 +60,7 @@ def _request_seconds(ranked: Ranked, sequences: int) -> float:
     """Returns the seconds of one request when so many run at once: its share of prompts, then its answer."""
     load, predicted = ranked.candidate.workload, _predicted(ranked.candidate, ranked, sequences)
     fresh = max(1, load.prompt - load.shared_prefix)  # a shared beginning is read once
-    return float(sequences * fresh / predicted.prompts_tokens_per_s + load.answer * predicted.step_s)
+    return sequences * fresh / predicted.prompts_tokens_per_s + load.answer * predicted.step_s
 
 
 def _holds(ranked: Ranked, goals: Goals) -> dict[str, bool]:

@@ -13,7 +13,7 @@ from quantry.formats.contract import recognise
 from quantry.llamacpp.mixture import FILE_TYPES
 from quantry.models.already_quantized import quantization
 from quantry.planning.models import from_config
-from quantry.quantizing.recipe import Preset, Recipe, Rule, preset, presets
+from quantry.quantizing.recipe import Recipe, Rule, preset, presets
 from quantry.storage import read_data
 from quantry.types import Checkpoint, Scheme
 
@@ -30,11 +30,11 @@ def existing(checkpoint: Checkpoint) -> tuple[Checkpoint, Recipe] | None:
     name = str(checkpoint.metadata["stored"]) if shape_only else _stored_name(checkpoint)
     if name in SIXTEEN:
         return None
-    recipe = _recipe(checkpoint.source, name)
+    recipe = _recipe(checkpoint.source, name, None if shape_only else _group(checkpoint))
     return (checkpoint if shape_only else from_config(checkpoint.config, checkpoint.source, stored=name)), recipe
 
 
-def _recipe(source: str, name: str) -> Recipe:
+def _recipe(source: str, name: str, group: int | None) -> Recipe:
     if name.startswith(GGUF):
         wanted = f"gguf-{name.removeprefix(GGUF).lower()}"
         if wanted not in presets():
@@ -46,7 +46,16 @@ def _recipe(source: str, name: str) -> Recipe:
             f"{source} is quantized as {name}, and no engine is known to serve that", fix="plan the 16-bit original"
         )
     row = rows[name]
-    return Recipe(preset(row["preset"]), row["format"], tuple(Rule(match, None) for match in row.get("keep", ())))
+    plain = preset(row["preset"])
+    grouped = group and plain.scheme.weight.kind == "int" and plain.scheme.weight.block[1]
+    chosen = preset(plain.name, group) if grouped else plain
+    return Recipe(chosen, row["format"], tuple(Rule(match, None) for match in row.get("keep", ())))
+
+
+def _group(checkpoint: Checkpoint) -> int | None:
+    quantized = quantization(checkpoint)
+    size = quantized.group_size if quantized else None
+    return size if size and size > 0 else None
 
 
 def _stored_name(checkpoint: Checkpoint) -> str:
@@ -81,14 +90,11 @@ def _compressed(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> str:
         return "compressed-tensors"
     scheme = counts.most_common(1)[0][0]
     rows: Mapping[str, Any] = read_data("quantry.planning", "rules.toml")["stored"]
-    alike = (name for name, row in rows.items() if _outline(preset(row["preset"])) == _outline_of(scheme))
+    own = {name: row for name, row in rows.items() if row["format"] == "compressed-tensors"}
+    alike = (name for name, row in own.items() if _outline(preset(row["preset"]).scheme) == _outline(scheme))
     return next(alike, "compressed-tensors")
 
 
-def _outline(chosen: Preset) -> tuple[str, int, str | None]:
-    return _outline_of(chosen.scheme)
-
-
-def _outline_of(scheme: Scheme) -> tuple[str, int, str | None]:
+def _outline(scheme: Scheme) -> tuple[str, int, str | None]:
     """Returns what kernels tell apart: kind and bits of the weights, kind of the inputs."""
     return scheme.weight.kind, scheme.weight.bits, scheme.activation.grid.kind if scheme.activation else None

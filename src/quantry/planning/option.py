@@ -212,8 +212,10 @@ def _instead(ranked: Ranked, others: Sequence[Ranked]) -> list[str]:
 
 def _facts_of(candidate: Candidate) -> list[str]:
     needed, limit = candidate.footprint.per_device, candidate.limit
+    as_is = f"serves the checkpoint as it is, with {candidate.verdict.kernel}"
     facts = [
-        f"{candidate.engine} {candidate.deployment.version}: {candidate.verdict.reason}",
+        f"{candidate.engine} {candidate.deployment.version}: "
+        f"{as_is if candidate.deployment.as_is else candidate.verdict.reason}",
         f"{human(needed)} of {human(limit)} on each device ({needed / limit:.0%})",
     ]
     if is_sixteen_bit(candidate):

@@ -15,6 +15,7 @@ from quantry.planning.speed.throughput import Prediction, speed
 
 SHOWN = 12  # options of a plan
 HALVING = 3.0  # points for half the speed
+AS_PUBLISHED = Quality("as published", 10.0)  # of a model that its makers quantized
 FASTER = 1.02  # times the speed that counts as faster
 SAME_QUALITY = 0.05  # points
 AMPLE = 0.25  # share of the memory that is room enough
@@ -90,7 +91,8 @@ def rank(request: Request, candidates: Sequence[Candidate]) -> tuple[list[Ranked
     for candidate, predicted in timed:
         facts = {**request.facts, **candidate.facts, "sixteen_fits": sixteen_fits}
         pace = _pace(request, candidate, predicted) / fastest
-        ranked.append(Ranked(candidate, facts, predicted, quality(facts), pace, request))
+        expected = AS_PUBLISHED if request.stored else quality(facts)
+        ranked.append(Ranked(candidate, facts, predicted, expected, pace, request))
     worst_first = sorted(ranked, key=lambda row: (row.holds_limits, row.total))
     distinct = {(row.candidate.preset.name, row.candidate.engine): row for row in worst_first}  # the last is the best
     ordered = sorted(distinct.values(), key=lambda row: (not row.holds_limits, -row.total))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from quantry.devices.detect import detect
 from quantry.engines.contract.catalogue import engine_facts, usual
 from quantry.engines.contract.options import HOST
-from quantry.errors import QuantryError
+from quantry.errors import CheckpointError, QuantryError
 from quantry.jobs.auto.choices import FORMATS as MIXED_FORMATS
 from quantry.jobs.output_folder import OutputFolder, read_object
 from quantry.planning.budget import parse
@@ -158,6 +158,10 @@ def plan_run(model: str, output: str | Path | None, options: RunOptions) -> RunP
     if options.port:
         check_port(HOST, options.port)
     planned = plan(model, gpu=options.gpu, use=options.use, context=options.context, engine=options.engine)
+    if planned.model["stored"] != "bf16":
+        raise CheckpointError(
+            f"{model} is already quantized ({planned.model['stored']})", fix=f"serve it as it is: quantry serve {model}"
+        )
     if options.budget:
         parse(options.budget, parameters=planned.model["parameters"])
     choice = _choose(model, options, planned)

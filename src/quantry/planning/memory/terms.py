@@ -30,7 +30,7 @@ class EngineTerms:
     source: str
     date: str
     measured: str
-    utilization: float = 1.0
+    utilization: float = 1.0  # of a device that is filled at most
     margin_mib: float = 0
     cache_share: float = 1.0
     fixed_mib: float = 0

@@ -51,7 +51,7 @@ class BreakEven:
     @property
     def advice(self) -> str:
         if not self.better:
-            ahead = [f"{name} from {at}" for name, at in self.overtaken.items() if at is not None]
+            ahead = [f"{name} from {at} at once" for name, at in self.overtaken.items() if at is not None]
             return f"{self.preset} pays at {self.batch} at once" + (
                 f"; overtaken by {', '.join(ahead)}" if ahead else ""
             )
