@@ -11,10 +11,10 @@ from quantry.formats.contract import load_format, spell
 from quantry.llamacpp import families
 from quantry.llamacpp.mixture import BLOCKS, FALLBACKS
 from quantry.models.attention import block_count, text_config
+from quantry.models.caching import per_checkpoint
 from quantry.models.experts import expert_count
 from quantry.models.linears import EXPERT, Linear, linears
 from quantry.models.parts import block_of
-from quantry.planning.caching import per_checkpoint
 from quantry.quantizing.recipe import CAST, Preset, Recipe
 from quantry.quantizing.tensor_plan import DTYPE_NAMES, GROUPS, main_dtype
 from quantry.types import Checkpoint, Grid, Scheme, TensorInfo

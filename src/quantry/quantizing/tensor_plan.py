@@ -14,6 +14,7 @@ from quantry.errors import QuantryError, RecipeError, WeightError
 from quantry.formats.contract import CacheFormat, Format, load_format
 from quantry.llamacpp.tensor_map import Target
 from quantry.models.attention import text_config
+from quantry.models.caching import per_checkpoint
 from quantry.models.linears import FLOATS, Linear, linears
 from quantry.models.parts import decoder_block, part_of
 from quantry.models.writer import Entry, nbytes
@@ -196,6 +197,7 @@ def plan_folder(checkpoint: Checkpoint, recipe: Recipe, blocks: int, keep_odd: b
     return TensorPlan(dtype, tuple(pieces), fates, assignment, _kept_modules(checkpoint, layers, assignment), blocks)
 
 
+@per_checkpoint(8)
 def main_dtype(checkpoint: Checkpoint) -> str:
     """Returns the dtype of most float weights of a checkpoint. Raises WeightError if it has none."""
     sizes: Counter[str] = Counter()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from quantry.errors import QuantryError
 from quantry.models.attention import block_count, text_config
-from quantry.planning.caching import per_checkpoint
+from quantry.models.caching import per_checkpoint
 from quantry.planning.deployment import Deployment
 from quantry.planning.memory.buffers import buffers
 from quantry.planning.memory.kv_cache import CachedLayer, Sequences, check_states, layers_of, pool

@@ -13,10 +13,10 @@ from functools import cache
 from quantry.formats.contract import Format, load_format
 from quantry.formats.gguf import NAME as GGUF
 from quantry.models.attention import block_count
+from quantry.models.caching import per_checkpoint
 from quantry.models.linears import EXPERT
 from quantry.models.parts import BLOCK, TOWERS, block_of, part_of
 from quantry.models.writer import Entry, nbytes
-from quantry.planning.caching import per_checkpoint
 from quantry.quantizing import tensor_plan
 from quantry.quantizing.containers import gguf_file
 from quantry.quantizing.recipe import Recipe

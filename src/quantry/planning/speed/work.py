@@ -15,9 +15,9 @@ from typing import Any, Literal
 from quantry.formats.gguf import NAME as GGUF
 from quantry.models.already_quantized import quantization, weights_of
 from quantry.models.attention import block_count, text_config
+from quantry.models.caching import per_checkpoint
 from quantry.models.experts import expert_count, experts_used
 from quantry.models.parts import TOWERS
-from quantry.planning.caching import per_checkpoint
 from quantry.planning.memory.kv_cache import CachedLayer, layers_of
 from quantry.planning.memory.terms import CacheType
 from quantry.planning.memory.weights import FLOATS, Stored, Weight, stored

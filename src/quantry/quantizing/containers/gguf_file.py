@@ -16,6 +16,7 @@ from quantry.llamacpp.families import facts
 from quantry.llamacpp.importance import Importance
 from quantry.llamacpp.tensor_map import Target, family, targets
 from quantry.models.attention import block_count
+from quantry.models.caching import per_checkpoint
 from quantry.models.gguf import block_sizes
 from quantry.models.reader import IMPORTANCE, small_folder
 from quantry.models.writer import Entry, nbytes
@@ -34,7 +35,8 @@ def plan_gguf(checkpoint: Checkpoint, recipe: Recipe) -> TensorPlan:
 
     Raises RecipeError for a rule that matches nothing, CheckpointError and ConfigError as tensor_map.py does.
     """
-    planned, fates = targets(checkpoint.config, checkpoint.tensors)
+    planned, kept = _targets(checkpoint)
+    fates = dict(kept)
     dtype = DTYPE_NAMES[main_dtype(checkpoint)]
     kinds = _kinds(checkpoint, recipe, planned, STORED[dtype])
     stored = {tensor.name: tensor.dtype for tensor in checkpoint.tensors}
@@ -44,6 +46,11 @@ def plan_gguf(checkpoint: Checkpoint, recipe: Recipe) -> TensorPlan:
     assignment = {name: _scheme(kind) for name, kind in kinds.items() if kind not in FLOATS}
     pieces = tuple(GgufTensor(target, kinds[target.name]) for target in planned)
     return TensorPlan(dtype, pieces, fates, assignment, (), block_count(checkpoint.config))
+
+
+@per_checkpoint(4)
+def _targets(checkpoint: Checkpoint) -> tuple[Sequence[Target], Mapping[str, str]]:
+    return targets(checkpoint.config, checkpoint.tensors)
 
 
 def describe(
