@@ -51,8 +51,8 @@ def test_flags_are_frozen() -> None:
         "matrix": ["--json", "name"],
         "plan": [
             "--answer", "--budget", "--concurrency", "--context", "--engine", "--for", "--gpu", "--images", "--json",
-            "--max-cost", "--output", "--price", "--prompt", "--requests-per-second", "--shared-prefix", "--tpot", "--trace",
-            "--ttft", "-o", "model",
+            "--max-cost", "--output", "--price", "--prompt", "--requests-per-second", "--shared-prefix", "--suggest", "--tpot",
+            "--trace", "--ttft", "-o", "model",
         ],
         "presets": ["--json"],
         "quantize": [

@@ -24,7 +24,8 @@ PARTS = (("weights", "cyan"), ("kv_cache", "green"), ("activations", "yellow"), 
 
 
 Model = Annotated[
-    str, typer.Argument(help="A folder, a config.json, a hub id, the word demo or a well-known name: llama-3.1-8b.")
+    str | None,
+    typer.Argument(help="A folder, a config.json, a hub id, the word demo or a well-known name: llama-3.1-8b."),
 ]
 Gpu = Annotated[
     str | None, typer.Option("--gpu", help='The machine: "2x RTX 3090", "M2 16GB", "cpu"; this one if left out.')
@@ -32,6 +33,9 @@ Gpu = Annotated[
 Concurrency = Annotated[int | None, typer.Option(help="Sequences at the same time.")]
 Engine = Annotated[str | None, typer.Option(help="Plan for this engine only: {engines}.")]
 Budget = Annotated[str | None, typer.Option(help="Memory that may be used in all, such as 8GiB.")]
+Suggest = Annotated[
+    bool, typer.Option("--suggest", help="Without a model: which well-known models run well on the machine.")
+]
 Prompt = Annotated[int | None, typer.Option(help="Tokens of a usual prompt.")]
 Answer = Annotated[int | None, typer.Option(help="Tokens of a usual answer.")]
 Rate = Annotated[float | None, typer.Option("--requests-per-second", help="Requests a second that must be carried.")]
@@ -48,7 +52,7 @@ Output = Annotated[
 
 
 def command(
-    model: Model,
+    model: Model = None,
     gpu: Gpu = None,
     use: flags.Use = None,
     context: flags.Context = None,
@@ -65,14 +69,21 @@ def command(
     trace: Trace = None,
     price: Price = None,
     max_cost: MaxCost = None,
+    suggest: Suggest = False,
     json: flags.Json = False,
     output: Output = None,
 ) -> None:
     """Say which preset, format, engine and flags suit a model, a machine and a use, and why."""
     from json import dumps
 
+    from quantry.errors import QuantryError
     from quantry.planning.plan import plan
 
+    if suggest:
+        _suggest(model, gpu, use, json)
+        return
+    if model is None:
+        raise QuantryError("no model is named", fix="name one, or ask with --suggest which models run well here")
     best = plan(
         model, gpu=gpu, use=use, context=context, concurrency=concurrency, engine=engine, budget=budget,
         prompt=prompt, answer=answer, requests_per_second=requests_per_second, ttft=ttft, tpot=tpot, images=images,
@@ -87,6 +98,30 @@ def command(
         show(picture(best))
     if not best.fits:
         raise typer.Exit(1)
+
+
+def _suggest(model: str | None, gpu: str | None, use: str | None, as_json: bool) -> None:
+    """Answers `--suggest`. Raises QuantryError if a model is named too, or neither."""
+    from dataclasses import asdict
+    from json import dumps
+
+    from quantry.errors import QuantryError
+    from quantry.planning.suggest import suggest
+
+    if model is not None:
+        raise QuantryError(f"--suggest is asked, and {model} is named", fix="leave one of them out")
+    rows = suggest(gpu, use)
+    if as_json:
+        typer.echo(dumps({"schema": 1, "suggestions": [asdict(row) for row in rows]}, indent=2))
+        return
+    right = ("billion", "memory", "tok/s", "first token")
+    lines = table(("model", "preset", "engine", "quality", *right), right, no_wrap=True)
+    for row in rows:
+        lines.add_row(
+            row.model, row.preset, row.engine, row.quality, f"{row.parameters:,.1f}", human(row.per_device),
+            f"{row.tokens_per_s:,.0f}", f"{row.first_token_s:.2g} s",
+        )  # fmt: skip
+    show([lines] if rows else ["Nothing well-known runs well here."])
 
 
 def _write(path: Path, text: str) -> None:
