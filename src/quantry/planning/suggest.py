@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Any
 
+from quantry.devices.catalogue import parse
 from quantry.errors import QuantryError
 from quantry.models.attention import text_config
 from quantry.models.experts import expert_count, experts_used
@@ -48,6 +49,8 @@ def suggest(gpu: str | None = None, use: str | None = None, most: int = 12) -> t
 
     Example: `suggest("RTX 4090", use="local")[0].model`.
     """
+    if gpu is not None:
+        parse(gpu)  # raises for an unknown machine
     options = PlanOptions(gpu, use)
     rows = sorted(known_models().values(), key=_capability, reverse=True)
     running: list[Suggestion] = []
