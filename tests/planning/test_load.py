@@ -29,7 +29,7 @@ def loaded(model: str = "llama-3.1-8b", use: str | None = None, **options: Any) 
         ({"context": 100}, (75, 25, 100)),
     ],
 )
-def test_lengths_that_are_left_open(options: dict[str, int], lengths: tuple[int, int, int]) -> None:
+def test_lengths_that_are_left_open(options: dict[str, Any], lengths: tuple[int, int, int]) -> None:
     load = loaded(**options).workload
     assert (load.prompt, load.answer, load.context) == lengths
 
