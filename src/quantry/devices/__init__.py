@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-Vendor = Literal["nvidia", "amd", "apple", "intel", "arm", "x86"]
+GIB = 1024**3
+Vendor = Literal["nvidia", "amd", "apple", "intel", "habana", "arm", "x86"]
 Kind = Literal["gpu", "unified", "cpu"]
 LinkKind = Literal["nvlink", "infinity-fabric", "pcie5", "pcie4", "pcie3", "none"]
-PLATFORMS = {"nvidia": "cuda", "amd": "rocm", "intel": "xpu", "apple": "metal"}  # by vendor; CPUs are cpu
+PLATFORMS = {"nvidia": "cuda", "amd": "rocm", "intel": "xpu", "habana": "hpu", "apple": "metal"}  # CPUs are cpu
+NODE_BANDWIDTH = 50e9  # bytes a second between two nodes, for each device: assumed, one port of 400 Gb/s InfiniBand
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Device:
 
     @property
     def platform(self) -> str:
-        """The platform that engines are built for: cuda, rocm, metal, xpu or cpu."""
+        """The platform that engines are built for: cuda, rocm, metal, xpu, hpu or cpu."""
         return "cpu" if self.kind == "cpu" else PLATFORMS.get(self.vendor, "cpu")
 
 
@@ -53,7 +55,8 @@ class Device:
 class Hardware:
     """A machine: the devices a model runs on (the processor if there are no others) and their host.
 
-    With `unified` memory, `cpu` is the device itself. Figures that a description does not give are None.
+    With `unified` memory, `cpu` is the device itself. Figures that a description does not give are None. Of several
+    nodes, `devices` are those of all, in equal parts, while `cpu`, `host_memory` and cores are those of one node.
     """
 
     devices: tuple[Device, ...]
@@ -64,8 +67,8 @@ class Hardware:
     threads: int | None = None
     usable_cores: float | None = None  # cores this process may use, by affinity and container limit
     features: tuple[str, ...] = ()  # avx2, avx512, vnni, bf16, amx, neon, ...
-    notes: tuple[str, ...] = ()  # how an ambiguous description was read
-    nodes: int = 1  # machines that the devices are in, equally many in each
+    notes: tuple[str, ...] = ()  # how an ambiguous description was read, and what is assumed
+    nodes: int = 1  # hosts, joined at NODE_BANDWIDTH
 
     @property
     def device(self) -> Device:
@@ -75,6 +78,11 @@ class Hardware:
     @property
     def count(self) -> int:
         return len(self.devices)
+
+    @property
+    def per_node(self) -> int:
+        """The devices of one node; of a count that nodes do not divide, those of the smallest."""
+        return self.count // self.nodes
 
     @property
     def memory(self) -> int:
@@ -104,7 +112,7 @@ class Hardware:
     def to_dict(self) -> dict[str, Any]:
         """Returns the JSON of `quantry hardware`: equal devices are one entry with a count."""
         totals = {name: getattr(self, name) for name in ("count", "memory", "usable", "bandwidth", "price")}
-        rest = ("host_memory", "host_available", "cores", "threads", "usable_cores", "features", "notes")
+        rest = ("host_memory", "host_available", "cores", "threads", "usable_cores", "features", "notes", "nodes")
         return {
             "devices": [{"count": count, **asdict(device)} for device, count in self.groups()],
             "total": totals,
@@ -114,7 +122,7 @@ class Hardware:
 
 
 def hardware(gpu: str | None = None) -> Hardware:
-    """Returns the machine that `gpu` describes ("2x RTX 3090", "M2 16GB", "cpu"), or this one, with measured bandwidth.
+    """Returns the machine that `gpu` describes ("2x RTX 3090", "4 cores 8GB"), or this one, with measured bandwidth.
 
     Raises UnknownNameError for a device that the catalogue lacks.
     """

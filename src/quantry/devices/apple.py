@@ -34,7 +34,7 @@ def parse_sysctl(text: str) -> Hardware | None:
 
 def _unknown(name: str, memory: int) -> Device:
     """Returns a chip newer than the catalogue, as fast as the slowest of the latest generation in it."""
-    newest = [device for device in catalogue() if device.vendor == "apple" and device.name.startswith("M4")]
+    newest = [device for device in catalogue() if device.vendor == "apple" and device.name.startswith("M5")]
     like = min(newest, key=lambda device: device.bandwidth)
     source = f"detected; the rates are those of the {like.name.split()[0]}"
     usable = int(memory * METAL_SHARE)

@@ -12,7 +12,8 @@ from threading import Barrier, Thread
 from time import perf_counter
 
 from quantry.devices import Device, Hardware, amd, apple, host, nvidia
-from quantry.devices.catalogue import catalogue, match, processor_rates
+from quantry.devices.catalogue import catalogue, match
+from quantry.devices.processors import processor_rates
 from quantry.errors import QuantryError
 
 MIB = 1024**2
