@@ -1,6 +1,7 @@
 """Descriptions of machines: names as people write them, figures, hosts, nodes, and the names that clouds give."""
 
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -127,8 +128,8 @@ REFUSED = {
     "-1x H100": "-1 devices are not between",
     "1025x H100": "1025 devices are not between",
     f"{10**30}x H100": "devices are not between 1 and 1024",
-    "M2 16GB + RTX 4090": "RTX 4090 and M2 16GB are not of one machine; plan for one kind",
-    "RTX 4090 + RX 7900 XTX": "are of two platforms, cuda and rocm, and engines are built for one; plan for one kind",
+    "M2 16GB + RTX 4090": "RTX 4090 and M2 16GB do not share a machine; plan for one kind",
+    "RTX 4090 + RX 7900 XTX": "need two platforms, cuda and rocm, and an engine is built for one; plan for one kind",
     "RTX 3090 48GB": "'rtx 3090 48gb' is not made; that device has 24 GB",
     "M2 12GB": "that device has 8 GB or 16 GB or 24 GB",
     "A100 40GB 80GB": "is not made",
@@ -229,7 +230,7 @@ def test_a_host_in_figures(text: str) -> None:
     assert (machine.cores, machine.host_memory, machine.device.memory) == (cores, memory * GIB, memory * GIB)
     assert machine.device.bandwidth == pytest.approx(bandwidth * 1e9)
     assert (machine.device, machine.device.kind, machine.device.platform) == (machine.cpu, "cpu", "cpu")
-    assert any(f"{bandwidth:g} GB/s of memory bandwidth are assumed" in note for note in machine.notes)
+    assert any(f"{bandwidth:g} GB/s of memory bandwidth are assumed for" in note for note in machine.notes)
     assert any("cores are assumed" in note for note in machine.notes) == (not re.search(r"\d.(core|vcpu)", text, re.I))
 
 
@@ -271,7 +272,7 @@ def test_a_device_in_figures_is_as_fast_as_the_one_it_is(text: str, like: str) -
     assert machine.device.tflops == pytest.approx(dict(sheet.tflops), rel=1e-6)
     assert machine.device.usable <= sheet.usable
     assert len(machine.notes) == 1
-    assert f"assumed: those of {like}" in machine.notes[0]
+    assert f"assumed: those of the {like}," in machine.notes[0]
 
 
 CAPABILITIES = sorted({row.capability for row in catalogue() if row.vendor == "nvidia" and row.capability}, key=float)
@@ -356,7 +357,7 @@ def test_nodes() -> None:
         assert (machine.nodes, machine.count, machine.per_node, names(machine)) == (2, 16, 8, [("H100 SXM", 16)]), text
         assert (
             machine.notes[-1]
-            == f"{NODE_BANDWIDTH / 1e9:g} GB/s for each device are assumed between nodes (400 Gb/s InfiniBand)"
+            == f"{NODE_BANDWIDTH / 1e9:g} GB/s per device are assumed between nodes (400 Gb/s InfiniBand)"
         )
     assert parse("2 nodes x 8x H100 + 2TB RAM").host_memory == 2048 * GIB  # of each
     assert parse("1 node x 8x H100") == parse("8x H100")
@@ -446,3 +447,13 @@ def test_figures_that_cannot_be_are_one_clear_line(text: str) -> None:
     with pytest.raises(QuantryError, match=FIGURES_REFUSED[text]) as caught:
         parse(text)
     assert len(str(caught.value).splitlines()) == 1
+
+
+DOCUMENTED = re.findall(r"`([^`]+)`", "".join(
+    line.split("|")[1] for line in (Path(__file__).parents[2] / "docs/hardware.md").read_text().splitlines() if line.startswith("| `")
+))  # fmt: skip
+
+
+@pytest.mark.parametrize("text", DOCUMENTED)
+def test_the_documented_words_are_read(text: str) -> None:
+    assert parse(text).count >= 1

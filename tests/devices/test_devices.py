@@ -14,7 +14,7 @@ import quantry.devices
 from command import Completed, command
 from quantry.devices import Device, amd, apple, host, nvidia
 from quantry.devices.catalogue import catalogue, match, parse
-from quantry.devices.detect import detect, known_board, measure_bandwidth
+from quantry.devices.detect import detect, known_board, measure_bandwidth, shared_memory
 from quantry.devices.processors import processor_rates
 
 GIB, MIB = 1024**3, 1024**2
@@ -483,6 +483,16 @@ def test_a_board_is_known_by_its_device_tree(tmp_path: Path) -> None:
     for (name, kilobytes), expected in boards.items():
         board = known_board(name, kilobytes * 1024, 1)
         assert (board.name if board else None) == expected, name
+
+
+def test_a_gpu_without_memory_shares_the_hosts() -> None:
+    """NVML tells no memory of a GB10; its name and the host's memory find its row."""
+    spark = nvidia.to_device(nvidia.Gpu("NVIDIA GB10", "GPU-x", total=0, free=0, capability="12.1"))
+    found = shared_memory(spark, 128459468800, 120000000000)
+    assert (found.name, found.kind, found.memory, found.usable) == ("DGX Spark", "unified", 128 * GIB, 128459468800)
+    unknown = shared_memory(replace(spark, name="NVIDIA Z1"), 64 * GIB, 60 * GIB)
+    assert (unknown.name, unknown.kind, unknown.memory, unknown.free) == ("NVIDIA Z1", "unified", 64 * GIB, 60 * GIB)
+    assert shared_memory(device("L4"), 64 * GIB, 60 * GIB) == device("L4")
 
 
 # --- this machine ---

@@ -193,9 +193,9 @@ def _check_mixture(gpus: list[Found], others: list[Found]) -> None:
         return
     names = " and ".join(dict.fromkeys(one.row.device.name for one in (*gpus, *others)))
     why = (
-        "are not of one machine"
+        "do not share a machine"
         if others
-        else f"are of two platforms, {' and '.join(platforms)}, and engines are built for one"
+        else f"need two platforms, {' and '.join(platforms)}, and an engine is built for one"
     )
     raise QuantryError(f"{names} {why}", fix="plan for one kind of device at a time")
 
@@ -226,7 +226,7 @@ def _spread(
         raise QuantryError(f"{value} are not between 1 and {MOST}", fix="write for example 2 nodes x 8x H100")
     if counted_nodes == 1:
         return 1, devices, ()
-    note = f"{NODE_BANDWIDTH / 1e9:g} GB/s for each device are assumed between nodes (400 Gb/s InfiniBand)"
+    note = f"{NODE_BANDWIDTH / 1e9:g} GB/s per device are assumed between nodes (400 Gb/s InfiniBand)"
     if nodes is None:
         share = f"{count // counted_nodes}" if count % counted_nodes == 0 else f"at most {per_host}"
         note = (
@@ -244,7 +244,7 @@ def _host(others: list[Found], host: Figures) -> tuple[Device, int | None, tuple
         return replace(cpu, memory=memory, usable=memory) if memory is not None else cpu, memory, ()
     if host.cores is not None:
         _, cpu, notes = assumed_host(host.cores, host.memory)
-        return cpu, memory, notes
+        return cpu, cpu.memory, notes
     cpu = next(other for other in catalogue() if other.name == HOST)
     return replace(cpu, memory=memory, usable=memory) if memory is not None else cpu, memory, ()
 

@@ -93,7 +93,7 @@ def _linux(seconds: float) -> Hardware:
     cpu = board or cpu
     if cpu.kind == "cpu" and seconds > 0:
         cpu = replace(cpu, bandwidth=measure_bandwidth(seconds), source="detected; the bandwidth is measured")
-    gpus = () if board else tuple(_shared(gpu, total, available) for gpu in nvidia.find() + amd.find())
+    gpus = () if board else tuple(shared_memory(gpu, total, available) for gpu in nvidia.find() + amd.find())
     return Hardware(
         devices=gpus or (cpu,),
         cpu=cpu,
@@ -113,9 +113,12 @@ def known_board(name: str, total: int, available: int) -> Device | None:
     return replace(row, usable=min(total, row.memory), free=available) if row else None
 
 
-def _shared(gpu: Device, total: int, available: int) -> Device:
-    """Returns the GPU; one without its own memory shares the host's."""
-    return gpu if gpu.memory else replace(gpu, kind="unified", memory=total, usable=total, free=available)
+def shared_memory(gpu: Device, total: int, available: int) -> Device:
+    """Returns the GPU; one without its own memory (a GB10) shares the host's, whose size helps to find its row."""
+    if gpu.memory:
+        return gpu
+    row = match(gpu.name, total)
+    return replace(row or replace(gpu, kind="unified", memory=total), usable=total, free=available)
 
 
 def _cpu(processor: host.Processor, total: int, available: int, cores: float) -> tuple[tuple[str, ...], Device]:

@@ -64,7 +64,7 @@ def _machine(name: str, vcpus: int, per_vcpu: float, row: Mapping[str, Any]) -> 
         date=row["date"],
     )
     note = (
-        f"{device.bandwidth / 1e9:g} GB/s of memory bandwidth are assumed of {name}: its share of the "
+        f"{device.bandwidth / 1e9:g} GB/s of memory bandwidth are assumed for {name}: its share of the "
         f"{row['socket']['bandwidth']:g} GB/s of a socket with {row['socket']['cores']} cores ({row['processor']})"
     )
     found = Hardware((device,), device, device.memory, cores=cores, threads=vcpus, usable_cores=float(cores))

@@ -21,7 +21,7 @@ def from_numbers(
     size = int(memory * GIB)
     name = f"{memory:g}GB {bandwidth:g}GB/s sm{capability.replace('.', '')}"
     note = (
-        f"the rates and the link of {name} are assumed: those of {like.name}, with rates times {times:.3g} as the "
+        f"rates and link of {name} are assumed: those of the {like.name}, the rates times {times:.3g} in proportion to "
         f"bandwidth; {share:.0%} of its memory is assumed to be usable"
     )
     device = replace(

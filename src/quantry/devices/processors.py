@@ -32,17 +32,15 @@ def assumed_host(cores: int | None, memory: float | None) -> tuple[int, Device, 
     notes = []
     if cores is None:
         cores = int(next(row["cores"] for row in settings["cores"] if (memory or 0) >= row["memory"]))
-        notes.append(
-            f"{cores} cores are assumed of a host with {memory:g} GB; say how many it has, as in '8 cores 32GB'"
-        )
+        notes.append(f"{cores} cores are assumed for {memory:g} GB of memory; give both, as in '8 cores 32GB'")
     size = memory if memory is not None else 4.0 * cores
     if memory is None:
-        notes.append(f"{size:g} GB of memory are assumed of {cores} cores; say how much it has, as in '8 cores 32GB'")
+        notes.append(f"{size:g} GB of memory are assumed for {cores} cores; give both, as in '8 cores 32GB'")
     channels = next(row["channels"] for row in settings["channels"] if cores >= row["cores"])
     bandwidth = min(settings["per_core"] * cores, settings["channel"] * channels)
     notes.append(
-        f"{bandwidth:g} GB/s of memory bandwidth are assumed of {cores} cores: {settings['per_core']} a core, at most "
-        f"{channels} channels of DDR4-3200; `quantry hardware` on that machine measures it"
+        f"{bandwidth:g} GB/s of memory bandwidth are assumed for {cores} cores ({settings['per_core']} per core, "
+        f"at most {channels} channels of DDR4-3200); run `quantry hardware` on that machine to measure it"
     )
     return cores, _device(cores, size, bandwidth, settings), tuple(notes)
 
