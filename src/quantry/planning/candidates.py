@@ -177,6 +177,11 @@ def _try(request: Request, chosen: Preset, engine: str, offload: bool) -> list[C
     formats = (request.stored.format,) if request.stored else chosen.formats
     if planned and not set(planned) & set(formats):
         return []
+    if request.unequal and not engine_facts(engine).plan.whole_layers:
+        why = f"{engine} cuts every layer into equal parts, and {request.machine} are unequal"
+        return Refused(
+            chosen.name, engine, why, "plan for the devices of one type, or use llama.cpp, which splits layers"
+        )
     deployment, verdict = _deployment(request, chosen, engine)
     if deployment is None:
         return Refused(chosen.name, engine, verdict.reason, verdict.fix or "choose another preset")

@@ -52,7 +52,12 @@ class Request:
 
     @property
     def machine(self) -> str:
-        return machine_name(self.device, self.hardware.count)
+        return " + ".join(machine_name(device, count) for device, count in self.hardware.groups())
+
+    @property
+    def unequal(self) -> bool:
+        """True if the devices differ."""
+        return len(self.hardware.groups()) > 1
 
     @property
     def price(self) -> float | None:
