@@ -64,7 +64,7 @@ def _all(options: list[dict[str, Any]], option: Mapping[str, Any], facts: Mappin
 
 def _fact(options: list[dict[str, Any]], option: Mapping[str, Any], key: str) -> Any:
     if key == "used":
-        return option["memory"]["per_device"] / option["memory"]["limit"]
+        return option["memory"]["per_device"] / option["memory"]["device"]
     if key == "user":
         return option["speed"]["decode_tokens_per_s"] / option["layout"]["concurrency"]
     if key == "dominated":

@@ -298,7 +298,7 @@ def test_json_names_are_frozen(tmp_path: Path) -> None:
     }  # fmt: skip
     assert set(option["commands"]) == {"quantize", "verify", "serve"}
     assert set(option["memory"]) == {
-        "weights", "kv_cache", "activations", "overhead", "total", "per_device", "limit", "host", "parts",
+        "weights", "kv_cache", "activations", "overhead", "total", "per_device", "limit", "device", "host", "parts",
     }  # fmt: skip
     assert set(option["speed"]) == {
         "decode_tokens_per_s", "decode_tokens_per_s_per_user", "prefill_tokens_per_s", "first_token_s", "bound", "spread", "measured",

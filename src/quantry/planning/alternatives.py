@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from quantry.devices import Device
 from quantry.devices.catalogue import catalogue
+from quantry.models.attention import context_length
 from quantry.planning.candidates import find, least_bytes
 from quantry.planning.facts import capability
 from quantry.planning.models import find_model, from_config, known_models
@@ -76,7 +77,9 @@ def _smaller(request: Request) -> Near | None:
         if row.name.partition("-")[0] == family and row.published < request.parameters and not row.vision
     ]
     for row in sorted(rows, key=lambda row: (-_alike(row.name, name), -row.published)):
-        tried = replace(request, model=row.repo, checkpoint=from_config(row.config, row.name))
+        if (context_length(row.config) or 0) < request.workload.context:
+            continue
+        tried = replace(request, model=row.repo, checkpoint=from_config(row.config, row.name), stored=None)
         near = _fit(tried, "a smaller model", row.name)
         if near:
             return near
@@ -90,9 +93,10 @@ def _alike(name: str, other: str) -> int:
 
 def _fit(request: Request, what: str, change: str) -> Near | None:
     """Returns the best of a few presets that fits without the host's memory."""
-    if min(least_bytes(request, presets()[name]) for name in FEW) > request.hardware.usable:
+    names = (request.stored.preset.name,) if request.stored else FEW
+    if min(least_bytes(request, presets()[name]) for name in names) > request.hardware.usable:
         return None
-    candidates, _ = find(request, FEW, offload=False)
+    candidates, _ = find(request, names, offload=False)
     if not candidates:
         return None
     best = max(candidates, key=lambda candidate: rough_points(request, candidate))

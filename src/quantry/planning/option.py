@@ -111,6 +111,7 @@ def _memory(candidate: Candidate) -> dict[str, Any]:
         **{name: getattr(needed, name) * times for name in PARTS},
         "per_device": needed.per_device,
         "limit": candidate.limit,
+        "device": candidate.deployment.device.usable,
         "host": host_memory(needed) * times,
         "parts": {name: size * times for name, size in needed.parts.items()},
     }

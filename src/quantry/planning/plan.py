@@ -9,10 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from quantry.engines.contract.catalogue import engine_facts
 from quantry.errors import QuantryError
+from quantry.formats.gguf import NAME as GGUF
 from quantry.models.attention import context_length
 from quantry.planning.alternatives import Near, alternatives
-from quantry.planning.candidates import Candidate, Refused, find, planned_presets
+from quantry.planning.candidates import Candidate, Refused, find, planned_engines, planned_presets
 from quantry.planning.load import LoadOptions
 from quantry.planning.memory.weights import weights_bytes
 from quantry.planning.models import open_model
@@ -21,6 +23,8 @@ from quantry.planning.ranking import rank
 from quantry.planning.request import PlanOptions, Request, read_request
 from quantry.quantizing.recipe import Recipe
 from quantry.report.sizes import human
+
+READY_BITS, ROOM = 4.85, 0.9  # bits of a weight in Q4_K_M files, and the share of memory that one may fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,7 @@ def decide(request: Request) -> Plan:
         options=options,
         refused=_gathered([*refused, *untimed]),
         nearest=() if options else alternatives(request),
-        notes=(*request.hardware.notes, *request.notes, *_unmet(request, options)),
+        notes=(*request.hardware.notes, *request.notes, *_unmet(request, options), *_ready_files(request, refused)),
     )
 
 
@@ -101,6 +105,21 @@ def _unmet(request: Request, options: Sequence[Option]) -> list[str]:
     if goals.max_cost is not None and request.price is not None and request.price > goals.max_cost:
         notes.append(f"the machine costs {request.price:g} USD an hour, more than --max-cost {goals.max_cost:g}")
     return notes
+
+
+def _ready_files(request: Request, refused: Sequence[Refused]) -> list[str]:
+    """Says that files of others may run where Quantry cannot write a GGUF of the model, and whether one would fit."""
+    engines = [name for name in planned_engines(request) if "gguf" in (engine_facts(name).plan.formats or ())]
+    unwritable = any(row.engine in engines and row.preset.startswith("gguf-") and row.short is None for row in refused)
+    if not engines or not (unwritable or (request.stored and request.stored.format != GGUF)):
+        return []
+    size = int(request.parameters * READY_BITS / 8)
+    room = request.hardware.usable + (request.hardware.host_memory or 0)
+    fits = "would fit" if size < ROOM * room else "would not fit"
+    return [
+        f"Quantry writes no GGUF of {request.model}; a ready Q4_K_M file of others, about {human(size)}, {fits} in "
+        f"{' or '.join(engines)}"
+    ]
 
 
 def _check_possible(request: Request, candidates: Sequence[Candidate], refused: Sequence[Refused]) -> None:
