@@ -322,6 +322,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "context": (None, 2048), "parallel": (None, 1, 8), "prefix_cache": (None, True, False),
     "chunked_prefill": (None, True, False), "batch_tokens": (None, 512), "draft": (None, "draft"), "lookup": (False, True),
     "draft_tokens": (None, 4), "tensor_parallel": (1, 2), "pipeline_parallel": (1, 2), "replicas": (1, 2),
+    "host_experts": (None, 3), "expert_parallel": (False, True),
     "offload_layers": (None, 5), "threads": (None, 2), "utilization": (None, 0.5), "cache_gib": (None, 2),
     "eager": (False, True), "prompt_cache_mib": (None, 64), "trust_remote_code": (False, True), "platform": ("cpu", "cuda"), "bits": (None, 4),
     "nodes": (1, 2), "head": ("10.0.0.1",), "python": ("python", "/e/python"), "built": (None, "kept"), "extra": ((), ("--of-its-own", "1")),

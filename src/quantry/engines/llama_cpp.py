@@ -82,7 +82,10 @@ def _places(serving: Serving) -> list[Setting]:
     if serving.platform == "cpu" and serving.offload_layers is None:
         return []
     layers = ALL_LAYERS if serving.offload_layers is None else serving.offload_layers
-    return [Setting("--n-gpu-layers", layers, "layers on the GPU; the others stay with the CPU")]
+    return [
+        Setting("--n-gpu-layers", layers, "layers on the GPU; the others stay with the CPU"),
+        *maybe("--n-cpu-moe", serving.host_experts, "blocks whose experts stay with the CPU, which reads few of them"),
+    ]
 
 
 def _cache(serving: Serving) -> list[Setting]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from quantry.engines.contract.catalogue import engine_facts, ranked
 from quantry.errors import QuantryError
+from quantry.models.attention import block_count
 from quantry.models.gguf import block_sizes
 from quantry.planning.deployment import Deployment, Settings
 from quantry.planning.facts import Facts
@@ -64,7 +65,7 @@ class Candidate:
 
     @property
     def offloaded(self) -> bool:
-        return self.deployment.offload_layers is not None
+        return self.deployment.offload_layers is not None or self.deployment.host_experts > 0
 
     @property
     def facts(self) -> Facts:
@@ -305,7 +306,7 @@ def layouts(request: Request, engine: str) -> list[tuple[int, int, int]]:
 def _candidate(request: Request, deployment: Deployment, verdict: Verdict, replicas: int) -> Candidate:
     """Returns a candidate with its memory, for fewer sequences where all do not fit and the user gave no number."""
     workload = replace(request.workload, concurrency=-(-request.workload.concurrency // replicas))
-    settings = Settings() if deployment.whole_layers else Settings(sequences=slots(request, workload.concurrency))
+    settings = Settings() if deployment.whole_layers else Settings(sequences=slots(request, deployment, workload))
     started = replace(deployment, settings=settings)
     limit = room(started)
     if request.budget is not None:
@@ -314,9 +315,10 @@ def _candidate(request: Request, deployment: Deployment, verdict: Verdict, repli
     return candidate if workload.concurrency == 1 or fits(candidate, request) else _fewer(request, candidate)
 
 
-def slots(request: Request, sequences: int) -> int:
-    """Returns the sequences that a server is told to take at once: never so few that users wait for each other."""
-    return sequences if request.exact else max(sequences, LEAST_SLOTS)
+def slots(request: Request, deployment: Deployment, workload: Workload) -> int:
+    """Returns the sequences that a server takes at once: with a paged cache never so few that users wait."""
+    paged = deployment.terms.cache == "blocks"
+    return max(workload.concurrency, LEAST_SLOTS) if paged and not request.exact else workload.concurrency
 
 
 def _fewer(request: Request, candidate: Candidate) -> Candidate:
@@ -331,7 +333,7 @@ def _fewer(request: Request, candidate: Candidate) -> Candidate:
 def _at_once(request: Request, candidate: Candidate, sequences: int) -> Candidate:
     workload, deployment = replace(candidate.workload, concurrency=sequences), candidate.deployment
     if not deployment.whole_layers:
-        settings = replace(deployment.settings, sequences=slots(request, sequences))
+        settings = replace(deployment.settings, sequences=slots(request, deployment, workload))
         deployment = replace(deployment, settings=settings)
     return replace(candidate, workload=workload, deployment=deployment, footprint=footprint(deployment, workload))
 
@@ -352,12 +354,33 @@ def _offloaded(request: Request, candidate: Candidate) -> Candidate | None:
     deployment = candidate.deployment
     if deployment.kv != "auto" or deployment.devices != request.hardware.count or request.budget is not None:
         return None
-    layers = most_layers(deployment, candidate.workload)
-    if layers == 0:
-        return None
-    split = replace(deployment, offload_layers=layers)
+    experts = request.facts["experts"] and engine_facts(deployment.engine).plan.host_experts
+    split = _with_host_experts(candidate) if experts else None
+    if split is None:
+        layers = most_layers(deployment, candidate.workload)
+        if layers == 0:
+            return None
+        split = replace(deployment, offload_layers=layers)
     moved = replace(candidate, deployment=split, footprint=footprint(split, candidate.workload))
     return moved if fits(moved, request) else None
+
+
+def _with_host_experts(candidate: Candidate) -> Deployment | None:
+    """Returns the deployment with the experts of as few blocks as possible on the host; None if all are not enough."""
+    low, high = 1, block_count(candidate.deployment.checkpoint.config)
+
+    def tried(blocks: int) -> Deployment:
+        return replace(candidate.deployment, host_experts=blocks)
+
+    if footprint(tried(high), candidate.workload).per_device > candidate.limit:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        if footprint(tried(middle), candidate.workload).per_device <= candidate.limit:
+            high = middle
+        else:
+            low = middle + 1
+    return tried(low)
 
 
 def _too_large(request: Request, candidate: Candidate) -> Refused:

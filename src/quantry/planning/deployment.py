@@ -50,6 +50,7 @@ class Deployment:
     as_is: bool = False  # the checkpoint is stored so already: Quantry need not write it
     packages: tuple[str, ...] = ()  # installed besides those that the engine's data assume
     features: tuple[str, ...] = ()  # of the processor: amx, ...
+    host_experts: int = 0  # llama.cpp: first blocks whose experts stay on the host, with all the rest on the GPUs
 
     @property
     def terms(self) -> EngineTerms:

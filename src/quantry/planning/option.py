@@ -159,7 +159,7 @@ def _commands(request: Request, candidate: Candidate) -> dict[str, list[str]]:
         platform=request.device.platform,
         bits=recipe.preset.scheme.weight.bits,
         context=candidate.workload.context,
-        parallel=slots(request, candidate.workload.concurrency),
+        parallel=slots(request, deployment, candidate.workload),
         kv=None if deployment.kv == "auto" else deployment.kv,
         tensor_parallel=deployment.tensor_parallel,
         pipeline_parallel=deployment.pipeline_parallel,
@@ -167,6 +167,7 @@ def _commands(request: Request, candidate: Candidate) -> dict[str, list[str]]:
         expert_parallel=_expert_parallel(request, candidate),
         trust_remote_code=bool(request.facts["remote_code"]) and engine_facts(candidate.engine).plan.remote_code,
         offload_layers=deployment.offload_layers,
+        host_experts=deployment.host_experts or None,
         utilization=share,  # of a device, that a budget leaves to the engine
         cache_gib=max(1, -(-candidate.footprint.kv_cache // (1 << 30))),
         prefix_cache=request.use.prefix_cache or None,
@@ -250,8 +251,11 @@ def _doubts(request: Request, candidate: Candidate) -> list[str]:
 
 
 def _offload_words(request: Request, candidate: Candidate) -> str:
+    experts = candidate.deployment.host_experts
+    on_gpu = f"{candidate.deployment.offload_layers} layers fit on the GPU"
+    what = f"the experts of {experts} blocks stay on the host, all the rest on the GPU" if experts else on_gpu
     assumed = "" if request.hardware.host_memory else f" (taken to have {human(request.hardware.cpu.memory)})"
     return (
-        f"{candidate.deployment.offload_layers} layers fit on the GPU; {human(host_memory(candidate.footprint))} stay "
+        f"{what}; {human(host_memory(candidate.footprint))} stay "
         f"in the memory of the host{assumed}, which sets the pace"
     )

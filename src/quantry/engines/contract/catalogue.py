@@ -168,6 +168,7 @@ class PlanFacts:
     spreads_unasked: bool = False  # it spreads a model over devices without a flag
     copies: bool = False  # it shares requests among copies of a model itself
     expert_parallel: bool = False  # it can share out experts over devices instead of cutting each
+    host_experts: bool = False  # it can leave the experts of some blocks on the host
     remote_code: bool = False  # it runs models whose code is in their repository, if it is told to
     break_even: bool = False  # the speed model knows when 4-bit weights stop to pay in it
     caches: tuple[PlannedCache, ...] = ()

@@ -71,6 +71,7 @@ class Serving(Options):
     platform: str = "cpu"  # cuda, rocm, xpu, metal, cpu
     bits: int | None = None  # of the weights, where they are known
     replicas: int = 1
+    host_experts: int | None = None  # first blocks whose experts stay on the host
     expert_parallel: bool = False  # experts are shared out over the devices, not cut
     prompt_cache_mib: int | None = None  # host memory for finished prompts
     built: str | None = None  # folder for what the engine makes of the model first; beside the model if None

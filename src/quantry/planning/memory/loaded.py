@@ -33,7 +33,7 @@ def loaded_weights(deployment: Deployment, weights: Stored, stage: Stage) -> dic
     step = deployment.terms.vocabulary_step
     rules = load_rules(deployment.engine, weights.format)
     _, kv_heads = head_counts(deployment.checkpoint.config)
-    held = {**weights.inside(stage.blocks), **dict.fromkeys(_outside(weights, stage), 1)}
+    held = {**_inside(deployment, weights, stage), **dict.fromkeys(_outside(weights, stage), 1)}
     parts: Counter[str] = Counter()
     for weight, times in held.items():
         if weight.part not in NOT_LOADED:
@@ -41,6 +41,18 @@ def loaded_weights(deployment: Deployment, weights: Stored, stage: Stage) -> dic
             size = _loaded(weights.entries(weight, shape), weight, shape, rules, stage.device)
             parts[_term(weight)] += times * weight.count * size
     return {**parts, **_computed(deployment, stage)}
+
+
+def _inside(deployment: Deployment, weights: Stored, stage: Stage) -> Counter[Weight]:
+    """Returns the weights of a stage's blocks; the host has the experts of the first `host_experts` blocks."""
+    mine, moved = weights.inside(stage.blocks), deployment.host_experts
+    if stage.host:
+        return mine + _experts(weights, range(moved))
+    return mine - _experts(weights, range(stage.blocks.start, max(stage.blocks.start, min(moved, stage.blocks.stop))))
+
+
+def _experts(weights: Stored, blocks: range) -> Counter[Weight]:
+    return Counter({weight: times for weight, times in weights.inside(blocks).items() if weight.part == "experts"})
 
 
 def _outside(weights: Stored, stage: Stage) -> Iterator[Weight]:
