@@ -79,7 +79,7 @@ def _slots(serving: Serving) -> list[Setting]:
 
 
 def _places(serving: Serving) -> list[Setting]:
-    if serving.platform == "cpu" and serving.offload_layers is None:
+    if serving.platform == "cpu" and serving.offload_layers is None and serving.host_experts is None:
         return []
     layers = ALL_LAYERS if serving.offload_layers is None else serving.offload_layers
     return [
