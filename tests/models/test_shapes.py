@@ -41,10 +41,23 @@ MLA = {
     "n_routed_experts": 4, "n_shared_experts": 2, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
     "first_k_dense_replace": 1, "moe_intermediate_size": 32, "num_key_value_heads": 4,
 }  # fmt: skip
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
+HYBRID = {
+    "hybrid_override_pattern": "M-*E", "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8,
+    "n_routed_experts": 4, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48, "attention_bias": False,
+    "head_dim": 16, "mlp_bias": False, "num_hidden_layers": 4, "tie_word_embeddings": False,
+}  # fmt: skip
+GRANITE = {
+    "layer_types": ["mamba", "attention", "mamba", "mamba"], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8,
+    "mamba_n_groups": 2, "shared_intermediate_size": 40, "num_hidden_layers": 4, "head_dim": 16,
+}  # fmt: skip
 LANGUAGE: dict[str, dict[str, Any]] = {
     "llama": {}, "mistral": {}, "mixtral": EXPERTS, "qwen2": {}, "qwen2_moe": EXPERTS, "qwen3": {}, "qwen3_moe": EXPERTS,
     "gemma": {}, "gemma2": {}, "gemma3_text": {}, "phi3": {}, "smollm3": {}, "olmo2": {}, "granite": {},
-    "deepseek_v2": MLA, "deepseek_v3": MLA, "gpt_oss": EXPERTS,
+    "deepseek_v2": MLA, "deepseek_v3": MLA, "gpt_oss": EXPERTS, "ministral3": {"head_dim": 24}, "olmo3": {},
+    "minimax_m2": {**EXPERTS, "head_dim": 16}, "qwen3_next": {**EXPERTS, **DELTA, "head_dim": 24},
+    "glm4_moe": {**MLA, "head_dim": 24, "use_qk_norm": True, "attention_bias": True},
+    "nemotron_h": HYBRID, "granitemoehybrid": {**EXPERTS, **GRANITE},
 }  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -68,6 +81,19 @@ CLIP = {
 }
 MROPE = {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
 QWEN = {"depth": 2, "num_heads": 2, "patch_size": 14}
+QWEN3 = {**QWEN, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 36}
+LLAMA4 = {
+    **CLIP,
+    "intermediate_size": 128,
+    "projector_input_dim": 24,
+    "projector_output_dim": 24,
+    "vision_output_dim": 24,
+}
+GEMMA4 = {
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "global_head_dim": 24,
+    "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
+}  # fmt: skip
+GEMMA4_TOWER = {**CLIP, "num_key_value_heads": 1, "head_dim": 24, "position_embedding_size": 8}
 VISION: dict[str, dict[str, Any]] = {
     "gemma3": {"vision_config": CLIP, "mm_tokens_per_image": 1},
     "gemma3 without a head": {"vision_config": {**CLIP, "vision_use_head": False}, "mm_tokens_per_image": 1},
@@ -76,6 +102,14 @@ VISION: dict[str, dict[str, Any]] = {
     "mistral3": {"text_config": {"model_type": "mistral"}, "vision_config": {**CLIP, "model_type": "pixtral"}},
     "qwen2_vl": {"text_config": MROPE, "vision_config": {**QWEN, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 3}},
     "qwen2_5_vl": {"text_config": MROPE, "vision_config": {**QWEN, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48}},
+    "llava_next": {"text_config": {"model_type": "mistral"}, "vision_config": {**CLIP, "model_type": "clip_vision_model"}},
+    "qwen3_vl": {"text_config": {}, "vision_config": {**QWEN3, "deepstack_visual_indexes": [0, 1]}},
+    "qwen3_vl_moe": {"text_config": {**EXPERTS, "mlp_only_layers": [1]}, "vision_config": {**QWEN3, "deepstack_visual_indexes": [1]}},
+    "qwen3_5": {"text_config": {**DELTA, "num_hidden_layers": 4}, "vision_config": QWEN3},
+    "qwen3_5_moe": {"text_config": {**EXPERTS, **DELTA, "layer_types": ["full_attention", "linear_attention", "full_attention"]}, "vision_config": QWEN3},
+    "llama4": {"text_config": {**EXPERTS, "intermediate_size_mlp": 80, "interleave_moe_layer_step": 2, "attention_bias": True}, "vision_config": LLAMA4},
+    "gemma4": {"text_config": {**GEMMA4, "attention_k_eq_v": True}, "vision_config": {**GEMMA4_TOWER, "standardize": True}},
+    "gemma4 with experts": {"text_config": {**GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}, "vision_config": GEMMA4_TOWER},
     "internvl": {"text_config": {"model_type": "qwen2"}, "vision_config": {**CLIP, "image_size": [28, 42], "patch_size": [14, 14]}},
     "internvl with norms": {
         "text_config": {"model_type": "llama"}, "downsample_ratio": 0.25,
@@ -107,9 +141,15 @@ def test_tensors_are_those_that_transformers_saves(family: str, variant: str, tm
     fields = {**SMALL, **LANGUAGE[family], **VARIANTS[variant]}
     if family.startswith("deepseek"):
         fields["num_key_value_heads"] = fields["num_attention_heads"]
+    if family in ("nemotron_h", "granitemoehybrid"):  # the layers of a pattern, and nothing else that it cannot have
+        fields |= {key: LANGUAGE[family][key] for key in ("head_dim", "num_hidden_layers")}
+    if family == "nemotron_h":
+        fields |= HYBRID
     saved, config = save(AutoConfig.for_model(family, **fields), AutoModelForCausalLM, tmp_path)
+    if family == "nemotron_h":  # transformers 5 leaves the count to the list of layers; hub configs have both
+        config["num_hidden_layers"] = len(config["layers_block_type"])
     found = shapes_of(config)
-    if family == "deepseek_v3":  # transformers knows of the layer for multi-token prediction but does not save it
+    if family in ("deepseek_v3", "glm4_moe"):  # transformers knows of multi-token prediction but does not save it
         assert config["num_nextn_predict_layers"] == 1
         found = shapes_of({**config, "num_nextn_predict_layers": 0})
     assert found == saved
@@ -118,12 +158,14 @@ def test_tensors_are_those_that_transformers_saves(family: str, variant: str, tm
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("case", VISION)
 def test_towers_are_those_that_transformers_saves(case: str, tied: bool, tmp_path: Path) -> None:
-    changes = VISION[case]
+    changes, tied = VISION[case], tied and case != "llama4"  # whose head is never tied
     text = {**SMALL, "head_dim": 16, **changes.get("text_config", {})}
     config = AutoConfig.for_model(
         case.partition(" ")[0], **{**changes, "text_config": text, "tie_word_embeddings": tied}
     )
     saved, written = save(config, AutoModelForImageTextToText, tmp_path)
+    if case.startswith("gemma4"):  # hub configs name the heads of full layers; transformers 5 lists layer by layer
+        written["text_config"] |= {key: GEMMA4[key] for key in ("global_head_dim", "num_global_key_value_heads")}
     # hub checkpoints of CLIP and SigLIP towers, and transformers up to 4, have `vision_model.` in these names
     assert {
         name.replace("vision_tower.vision_model.", "vision_tower."): shape for name, shape in shapes_of(written).items()
@@ -169,17 +211,31 @@ TOWERS = [
     "qwen2_vl_vision",
     "qwen2_5_vl_vision",
     "internvl_vision",
+    "qwen3_vl_vision",
+    "qwen3_vl_moe_vision",
+    "qwen3_5_vision",
+    "qwen3_5_moe_vision",
+    "llama4_vision_model",
+    "gemma4_vision",
 ]
-PARENTS = {"qwen2_vl_vision": "qwen2_vl", "qwen2_5_vl_vision": "qwen2_5_vl", "internvl_vision": "internvl"}
-OURS = {"num_nextn_predict_layers"}  # a config that does not mention such layers has none
+PARENTS = {
+    tower: tower.removesuffix("_vision") for tower in TOWERS if tower.endswith("_vision") and tower != "gemma4_vision"
+}
+# a config that does not mention layers for multi-token prediction has none; lists of layers follow from other fields
+OURS = {"num_nextn_predict_layers", "layer_types", "layers_block_type", "moe_layers"}
+INNER = [
+    "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_text", "qwen3_5_moe_text",
+    "llama4_text", "gemma4_text",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("family", [*LANGUAGE, "qwen2_vl_text", "qwen2_5_vl_text"])
+@pytest.mark.parametrize("family", [*LANGUAGE, *INNER])
 def test_defaults_of_language_models(family: str) -> None:
     known = AutoConfig.for_model(family).to_dict()
     filled = complete({"model_type": "llava", "text_config": {"model_type": family}})["text_config"]
     same = {key for key in filled if known.get(key) is not None} - OURS
-    assert {"hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads"} <= same
+    assert {"hidden_size", "vocab_size", "num_attention_heads"} <= same
+    assert ("num_hidden_layers" in same) == (family != "nemotron_h")  # which counts its list of layers
     assert {key: filled[key] for key in same} == {key: known[key] for key in same}
 
 
@@ -196,11 +252,12 @@ def test_defaults_of_towers(tower: str) -> None:
 
 
 def test_every_family_of_the_table_is_tested() -> None:
-    outside = {"internlm2", "intern_vit_6b", "internvl_chat"}  # not in transformers: their published counts below
+    # not in transformers: their published counts below
+    outside = {"internlm2", "intern_vit_6b", "internvl_chat", "kimi_k2"}
     wholes = {case.partition(" ")[0] for case in VISION}
-    assert set(TABLE) == {*LANGUAGE, *TOWERS, *wholes, "qwen2_vl_text", "qwen2_5_vl_text"} | outside
-    assert set(known_families()) == {*LANGUAGE, *wholes, "internlm2", "internvl_chat"}
-    assert {str(model.config["model_type"]) for model in known_models().values()} >= {"internvl_chat"}
+    assert set(TABLE) == {*LANGUAGE, *TOWERS, *wholes, *INNER} | outside
+    assert set(known_families()) == {*LANGUAGE, *wholes, "internlm2", "internvl_chat", "kimi_k2"}
+    assert {str(model.config["model_type"]) for model in known_models().values()} >= {"internvl_chat", "kimi_k2"}
 
 
 MODELS = known_models()
@@ -210,7 +267,7 @@ MODELS = known_models()
 def test_published_count(name: str) -> None:
     model, checkpoint = MODELS[name], open_model(name)
     found = sum(tensor.numel for tensor in checkpoint.tensors) + sum(model.besides.values())
-    assert found == model.published
+    assert found == model.published if model.exact else abs(found / model.published - 1) < 0.01
     assert model.repo.count("/") == 1
     assert "2026" in model.source
     anatomy = dissect(checkpoint)
@@ -219,19 +276,25 @@ def test_published_count(name: str) -> None:
     assert ({"vision tower", "projector"} <= {part.name for part in anatomy.parts}) == model.vision
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("internvl")])
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith(("internvl", "kimi"))])
 def test_rows_have_no_misspelt_field(name: str) -> None:
     config = MODELS[name].config
     known = AutoConfig.for_model(config["model_type"]).to_dict()
     inner = {key for part in known.values() if isinstance(part, dict) for key in part}
+    parts = [part["model_type"] for part in config.values() if isinstance(part, dict) and "model_type" in part]
+    inner |= {key for part in parts for key in AutoConfig.for_model(part).to_dict()}
     nested = {key for part in config.values() if isinstance(part, dict) for key in part}
     # read by the models although their config classes do not list them
-    assert {*config, *nested} - {*known, *inner} <= {"head_dim", "num_experts", "vision_use_head"}
+    assert {*config, *nested} - {*known, *inner} <= {
+        "head_dim", "num_experts", "vision_use_head", "full_attention_interval", "mtp_num_hidden_layers",
+        "num_nextn_predict_layers", "nextn_copies", "hybrid_override_pattern", "global_head_dim",
+        "num_global_key_value_heads", "num_hidden_layers",
+    }  # fmt: skip
 
 
 FULL_SIZE = (
     "llama-3.2-3b", "qwen3-30b-a3b", "gemma-3-27b", "deepseek-v3", "gpt-oss-120b", "mixtral-8x22b", "qwen2.5-vl-7b",
-    "llava-1.5-13b", "phi-4",
+    "llava-1.5-13b", "phi-4", "qwen3-next-80b-a3b", "glm-4.5-air", "llama-4-scout", "granite-4.0-h-small",
 )  # fmt: skip
 
 
@@ -263,6 +326,14 @@ PUBLISHED_KV = {
     "mistral-7b-v0.3": [("full", 32, None, 131_072)],
     "qwen2.5-vl-7b": [("full", 28, None, 28 * 2 * 4 * 128 * 2)],
     "internvl2.5-8b": [("full", 32, None, 131_072)],
+    "llama-4-scout": [("sliding", 36, 8192, 36 * 2 * 8 * 128 * 2), ("full", 12, None, 12 * 2 * 8 * 128 * 2)],  # chunks
+    "olmo-3-7b": [("sliding", 24, 4096, 24 * 2 * 32 * 128 * 2), ("full", 8, None, 8 * 2 * 32 * 128 * 2)],
+    "gemma-4-31b": [("sliding", 50, 1024, 50 * 2 * 16 * 256 * 2), ("full", 10, None, 10 * 2 * 4 * 512 * 2)],
+    "glm-4.5": [("full", 92, None, 92 * 2 * 8 * 128 * 2)],
+    "kimi-k2": [("mla", 61, None, 61 * (512 + 64) * 2)],
+    "qwen3-next-80b-a3b": [("recurrent", 36, None, 0), ("full", 12, None, 12 * 2 * 2 * 256 * 2)],
+    "nemotron-nano-9b-v2": [("recurrent", 27, None, 0), ("full", 4, None, 4 * 2 * 8 * 128 * 2)],
+    "granite-4.0-h-small": [("recurrent", 36, None, 0), ("full", 4, None, 4 * 2 * 8 * 128 * 2)],
 }
 
 
@@ -328,8 +399,20 @@ NAMES = {
     "HuggingFaceTB/SmolLM2-135M": "smollm2-135m",
     "llama 38b": None,
     "llama-3.1-7b": None,
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": None,  # not the shape of DeepSeek R1
-    "meta-llama/Llama-3.1-8B-Instruct-FP8": None,  # not 16 bit
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": "deepseek-r1-distill-qwen-7b",  # not the shape of DeepSeek R1
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-70B": "llama-3.1-70b",
+    "meta-llama/Llama-3.1-8B-Instruct-FP8": "llama-3.1-8b",
+    "bartowski/google_gemma-3-27b-it-GGUF": "gemma-3-27b",
+    "internvl-2-26b": "internvl2-26b",
+    "llava-1.6": "llava-1.6-mistral-7b",
+    "Qwen/Qwen3-Coder-30B-A3B-Instruct": "qwen3-30b-a3b-2507",
+    "qwen3-next-80b-a3b-thinking": "qwen3-next-80b-a3b",
+    "zai-org/GLM-4.5-Air": "glm-4.5-air",
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": "llama-4-scout",
+    "qwen2.5-7b-instruct-1m": None,  # another context
+    "someone_gemma-3-27b-it": None,
+    "Llama-3.1-8B-AWQ-something-else": None,
+    "deepseek-ai/DeepSeek-V3.2-Exp": None,  # another attention
     "": None,
 }
 
@@ -342,7 +425,7 @@ def test_names_are_read_loosely(name: str) -> None:
 
 def test_every_name_and_repository_finds_its_row() -> None:
     for model in MODELS.values():
-        for name in (model.name, model.name.replace("-", " ").upper(), model.repo, *model.aliases):
+        for name in (model.name, model.name.replace("-", " ").upper(), model.repo, *model.variants, *model.aliases):
             match = find_model(name)
             assert match is not None, name
             assert match.name == model.name, name
@@ -400,25 +483,13 @@ def test_pickles_are_no_bare_config(make_folder: MakeFolder) -> None:
 def test_a_quantized_config_gives_the_model_it_stands_for() -> None:
     config = {**SMALL, "model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}
     checkpoint = from_config(config, "tiny")
-    assert checkpoint.metadata["stored"] == "gptq"
+    assert checkpoint.metadata["stored"] == "gptq-int4"
     assert dissect(checkpoint).quantization is None
     assert open_model("gpt-oss-20b").metadata == {
         "shape": "gpt-oss-20b",
         "repo": "openai/gpt-oss-20b",
         "stored": "mxfp4",
     }
-
-
-@pytest.mark.parametrize("offline", [True, False])
-def test_a_hub_id_without_the_hub(offline: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
-    checkpoint = open_model("meta-llama/Llama-3.1-70B-Instruct")
-    assert checkpoint.source == "meta-llama/Llama-3.1-70B-Instruct"
-    assert dissect(checkpoint).parameters == 70_553_706_496
-    for unknown in ("someone/something", "meta-llama/Llama-3.1-70B@main", "meta-llama/Llama-3.1-70B:file.gguf"):
-        with pytest.raises(QuantryError, match="the hub did not answer"):
-            open_model(unknown)
 
 
 LLAVA = {"model_type": "llava", "text_config": {}, "vision_config": {}}

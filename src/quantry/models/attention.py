@@ -33,6 +33,10 @@ LINEAR_ATTENTION = (
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )
+MAMBA_2 = (  # heads, their size, the size of the state, groups, the length of the convolution
+    ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"),
+    ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv"),
+)
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 LAYER_KINDS: Mapping[str, LayerKind | None] = {  # a config's name for a layer -> its cache; None: no cache
     "full_attention": "full",
@@ -136,7 +140,7 @@ def _ruled_kinds(text: Mapping[str, Any], count: int) -> tuple[LayerKind | None,
     if "attn_layer_period" in text:
         period, offset = _count(text, "attn_layer_period"), text.get("attn_layer_offset", 0)
         return tuple("full" if index % period == offset else "recurrent" for index in range(count))
-    slides = _slides(text, rule.get("sliding", "never")) if text.get("sliding_window") else lambda index: False
+    slides = _slides(text, rule.get("sliding", "never")) if _window(text) else lambda index: False
     return tuple("sliding" if slides(index) else "full" for index in range(count))
 
 
@@ -196,6 +200,10 @@ def _state_bytes(text: Mapping[str, Any], layers: int) -> int | None:
         key_heads, key_size, value_heads, value_size, kernel = (_count(text, name) for name in LINEAR_ATTENTION)
         convolved = 2 * key_heads * key_size + value_heads * value_size
         return layers * (4 * value_heads * key_size * value_size + 2 * convolved * (kernel - 1))
+    for names in MAMBA_2:
+        if all(type(text.get(name)) is int for name in names):
+            heads, size, depth, groups, kernel = (_count(text, name) for name in names)
+            return layers * (4 * heads * size * depth + 2 * (heads * size + 2 * groups * depth) * (kernel - 1))
     inner = text.get("mamba_inner_size") or text.get("intermediate_size")
     state, tail = text.get("state_size"), text.get("conv_kernel")
     if type(inner) is int and type(state) is int and type(tail) is int and text.get("model_type") == "mamba":

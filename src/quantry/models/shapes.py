@@ -22,6 +22,7 @@ EXPERT_LIMIT = 10_000  # of a layer
 TENSOR_LIMIT = 250_000  # DeepSeek V3 has 46,000
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 TIED = "tie_word_embeddings"
+RESTORE = "restore config.json"
 
 LISTS = (list, tuple)
 
@@ -88,6 +89,7 @@ def _shapes(config: Mapping[str, Any]) -> Iterator[Shape]:
         prefix = family[side]["prefix"]
         for name, shape in _stack(_family(_part_type(config, side, fields)), fields):
             yield prefix + name, shape
+    yield from _units(family.get("beside", ()), "", _ruled(_family(_part_type(config, "language", text)), text, 0))
     yield from _units(family["projector"], "", {**config, "text": text, "vision": vision})
 
 
@@ -111,12 +113,12 @@ def _units(entries: Sequence[Any], prefix: str, fields: Fields) -> Iterator[Shap
         _limit("experts", times, EXPERT_LIMIT)
         for index in range(times):
             for name, shape in shapes:
-                yield prefix + name.replace("*", str(index)), shape
+                yield prefix + unit.get("at", "") + name.replace("*", str(index)), shape
 
 
 def _limit(what: str, count: int, limit: int) -> None:
     if count > limit:
-        raise ConfigError(f"config makes {count} {what}, more than the limit of {limit}", fix="restore config.json")
+        raise ConfigError(f"config makes {count} {what}, more than the limit of {limit}", fix=RESTORE)
 
 
 def _ruled(family: Fields, fields: Fields, layer: int) -> Fields:
@@ -152,7 +154,7 @@ def _part_type(config: Fields, side: str, fields: Fields) -> str:
     if named is None or named == whole:
         return str(_family(whole)[side]["family"])
     if "vision" in _family(str(named)):
-        raise ConfigError(f"config has a {named} as the {side} part of a {whole}", fix="restore config.json")
+        raise ConfigError(f"config has a {named} as the {side} part of a {whole}", fix=RESTORE)
     return str(named)
 
 
@@ -196,6 +198,13 @@ def _value(node: ast.expr, fields: Fields) -> Any:
         case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=int(index))):
             pair = _field(fields, name)
             return pair[index] if isinstance(pair, LISTS) and len(pair) == 2 else pair
+        case ast.Subscript(value=ast.Name(id=name), slice=ast.Name(id="layer")):
+            return _of_layer(_field(fields, name), name, fields["layer"])
+        case ast.Call(func=ast.Name(id="len"), args=[ast.Name(id=name)]):
+            items = _field(fields, name)
+            return len(items) if isinstance(items, LISTS) else items
+        case ast.IfExp():
+            return _value(node.body if _value(node.test, fields) else node.orelse, fields)
         case ast.UnaryOp(op=ast.Not()):
             return not _value(node.operand, fields)
         case ast.BoolOp():
@@ -206,6 +215,15 @@ def _value(node: ast.expr, fields: Fields) -> Any:
         case ast.Compare(ops=[comparison], comparators=[other]):
             return _comparison(comparison, node.left, other, fields)
     raise ValueError(f"shapes.toml has {ast.unparse(node)!r}, which is not supported")
+
+
+def _of_layer(items: Any, name: str, layer: int) -> Any:
+    """Returns what a list (or a text of letters) says of a layer; None if the config has no list."""
+    if items is None:
+        return None
+    if isinstance(items, (*LISTS, str)) and layer < len(items):
+        return items[layer]
+    raise ConfigError(f"config gives {name} as {str(items)[:40]!r}, with nothing for layer {layer}", fix=RESTORE)
 
 
 def _arithmetic(node: ast.BinOp, fields: Fields) -> Any:
@@ -243,7 +261,7 @@ def _field(fields: Fields, name: str) -> Any:
 
 
 def _no_count(formula: str, value: Any) -> ConfigError:
-    return ConfigError(f"config gives {formula} as {str(value)[:40]!r}, not a count", fix="restore config.json")
+    return ConfigError(f"config gives {formula} as {str(value)[:40]!r}, not a count", fix=RESTORE)
 
 
 @cache

@@ -18,12 +18,17 @@ from quantry.models.files import LocalFiles, read_small
 from quantry.models.hub import HUB_ID
 from quantry.models.reader import DEMO, PICKLES, open_checkpoint
 from quantry.models.shapes import complete, tensors_of
+from quantry.planning.stored import QUANTIZED, config_scheme, read_name
 from quantry.storage import read_data
 from quantry.types import Checkpoint
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".gguf", *PICKLES)
-QUANTIZED = ("quantization_config", "compression_config")
-WORDS = frozenset({"instruct", "chat", "it", "base", "pt", "hf", "meta"})  # say nothing of the shape
+TUNED, UNTUNED = frozenset({"instruct", "chat", "it"}), frozenset({"base", "pt"})
+WORDS = TUNED | UNTUNED | {"hf", "meta"}  # say nothing of the shape
+NO_REPOSITORY = {  # causes of a HubError that are an answer of the hub
+    "GatedRepoError": "the repository is gated",
+    "RepositoryNotFoundError": "the hub has no such repository, or it is private",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,8 @@ class KnownModel:
     stored: str = "bf16"
     instruct: bool = False
     aliases: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()  # other repositories of this shape, stored in the same way
+    exact: bool = True  # False if `published` is rounded
 
     @property
     def vision(self) -> bool:
@@ -48,8 +55,9 @@ class KnownModel:
 def open_model(model: str | Path) -> Checkpoint:
     """Opens what `open_checkpoint` opens, a config.json (or a folder with nothing else), or a name of the catalogue.
 
-    Files come before the catalogue. A hub id is looked up on the hub first, and by its last part in the catalogue if
-    the hub does not answer. Raises ModelNotFoundError if nothing has that name.
+    Files come before the catalogue. A hub id is looked up on the hub first; if the hub does not answer, its last part
+    is looked up in the catalogue, and `metadata` keeps the id as `repo` and says what was `borrowed`. Raises
+    ModelNotFoundError if nothing has that name.
 
     Example: `open_model("llama-3.1-8b")`.
     """
@@ -57,18 +65,24 @@ def open_model(model: str | Path) -> Checkpoint:
     config = _bare_config(path) if path and name != DEMO else None
     if config:
         return from_config(_read(config), name)
-    if path or name == DEMO or _is_path(name):
+    hub = HUB_ID.fullmatch(name)
+    if path or name == DEMO or (_is_path(name) and not (hub and hub["file"])):
         return open_checkpoint(model)  # raises if the path is wrong
-    known = find_model(name)
-    if HUB_ID.fullmatch(name):
-        try:
-            return open_checkpoint(model)
-        except HubError:
-            if known is None:
-                raise
-    if known is None:
-        raise ModelNotFoundError(f"no such model: {name[:100]}", fix=_suggestion(name))
-    return from_config(known.config, name, shape=known.name, repo=known.repo, stored=known.stored)
+    if hub is None:
+        return _well_known(name)
+    try:
+        return open_checkpoint(model)
+    except HubError as error:
+        known = None if hub["revision"] else find_model(name)  # a revision may store the weights in another way
+        named = read_name(name, known.stored if known else "bf16")
+        if known is None or (hub["file"] and named.scheme is None):
+            raise
+        why = NO_REPOSITORY.get(type(error.__cause__).__name__, "the hub did not answer")
+        borrowed = f"{why}: shape of {known.name} from the catalogue"
+        if named.scheme:
+            borrowed += f", weights stored as {named.scheme} by the name"
+        stored = named.scheme or known.stored
+        return from_config(known.config, name, shape=known.name, repo=name, stored=stored, borrowed=borrowed)
 
 
 @cache
@@ -79,8 +93,28 @@ def known_models() -> Mapping[str, KnownModel]:
 
 
 def find_model(name: str) -> KnownModel | None:
-    """Returns the model of the catalogue that a name, or the last part of a hub id, means; None if unknown."""
-    return _names().get(_key(name))
+    """Returns the model of the catalogue whose shape a name, or the last part of a hub id, means; None if unknown.
+
+    The end of a name that says how its weights are stored does not matter, nor does the original's owner before it.
+    """
+    base = read_name(name).base
+    owner, _, rest = base.partition("_")  # bartowski/google_gemma-3-27b-it-GGUF
+    names = [name, base, *([rest] if owner.lower() in _owners() else [])]
+    return next((known for name in names if (known := _names().get(_key(name)))), None)
+
+
+def repository(known: KnownModel, name: str) -> str:
+    """Returns which repository of a shape a name means: the one named like it, of several the first unless it says."""
+    words, key = _words(name), _key(name)
+    repos = (known.repo, *known.variants)
+    equal = [repo for repo in repos if _key(repo) == key]
+    begun = [repo for repo in repos if _key(repo).startswith(key) or key.startswith(_key(repo))]
+    alike = equal or begun or [known.repo]
+    if not (TUNED | UNTUNED) & {*words}:
+        return alike[0]
+    same = [repo for repo in alike if _words(repo) == words]
+    fitting = [repo for repo in alike if bool(TUNED & {*_words(repo)}) == bool(TUNED & {*words})]
+    return [*same, *fitting, *alike][0]
 
 
 def from_config(config: Mapping[str, Any], source: str, **facts: str) -> Checkpoint:
@@ -92,7 +126,6 @@ def from_config(config: Mapping[str, Any], source: str, **facts: str) -> Checkpo
             fix="give the folder or the hub id of the weights",
         )
 
-    stored = next((settings for key in QUANTIZED if isinstance(settings := config.get(key), Mapping)), {})
     plain = complete({key: value for key, value in config.items() if key not in QUANTIZED})
     return Checkpoint(
         source=source,
@@ -103,8 +136,21 @@ def from_config(config: Mapping[str, Any], source: str, **facts: str) -> Checkpo
         tokenizer=None,
         chat_template=False,
         read=read,
-        metadata={"shape": "config", "stored": str(stored.get("quant_method", "bf16")), **facts},
+        metadata={"shape": "config", "stored": config_scheme(config), **facts},
     )
+
+
+def _well_known(name: str) -> Checkpoint:
+    known = find_model(name)
+    if known is None:
+        raise ModelNotFoundError(f"no such model: {name[:100]}", fix=_suggestion(name))
+    repo, named = repository(known, name), read_name(name)
+    if named.scheme not in (None, known.stored) and _words(name) != _words(repo):
+        raise ModelNotFoundError(
+            f"{name[:100]} is a quantized model, and many publish one",
+            fix=f"write whose it is, owner/{name[:100]}, or {known.name} for the original",
+        )
+    return from_config(known.config, name, shape=known.name, repo=repo, stored=known.stored)
 
 
 def _local(model: str | Path) -> Path | None:
@@ -150,20 +196,37 @@ def _suggestion(name: str) -> str:
 
 def _key(name: str) -> str:
     """Returns a name without case, separators and words that say nothing of the shape."""
-    last = re.sub(r"(?<![\d.])(\d)_(\d)(?!\w)", r"\1.\2", name.lower().rpartition("/")[2])  # InternVL2_5
-    parts = [part for part in re.findall(r"[a-z]+|\d+(?:\.\d+)*", last) if part not in WORDS]
+    parts = [part for part in _words(name) if part not in WORDS]
     return re.sub(r" (?=[a-z])|(?<=[a-z]) ", "", " ".join(parts))  # "llama3.1 70b": numbers stay apart
+
+
+def _words(name: str) -> list[str]:
+    last = re.sub(r"(?<![\d.])(\d)_(\d)(?!\w)", r"\1.\2", name.lower().rpartition("/")[2])  # InternVL2_5
+    return re.findall(r"[a-z]+|\d+(?:\.\d+)*", last)
 
 
 @cache
 def _names() -> dict[str, KnownModel]:
-    return {_key(name): model for model in known_models().values() for name in (model.name, *model.aliases)}
+    models = known_models().values()
+    return {_key(name): model for model in models for name in (*model.variants, *model.aliases, model.repo, model.name)}
+
+
+@cache
+def _owners() -> frozenset[str]:
+    repos = (repo for model in known_models().values() for repo in (model.repo, *model.variants))
+    return frozenset(repo.partition("/")[0].lower() for repo in repos)
 
 
 def _model(name: str, rows: Mapping[str, Any], sources: Mapping[str, Any]) -> KnownModel:
-    row = {key: value for key, value in rows[name].items() if key not in ("like", "config")}
+    row = {key: value for key, value in rows[name].items() if key not in ("like", "config", "published_about")}
     source = sources[row["source"]]
-    facts = {"source": f"{source['about']}; {source['date']}", "aliases": tuple(row.get("aliases", ()))}
+    facts = {
+        "source": f"{source['about']}; {source['date']}",
+        "aliases": tuple(row.get("aliases", ())),
+        "variants": tuple(row.get("variants", ())),
+        "published": rows[name].get("published_about") or row["published"],
+        "exact": "published" in row,
+    }
     return KnownModel(name=name, config=_config(name, rows), **{**row, **facts})
 
 
