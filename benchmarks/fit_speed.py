@@ -13,7 +13,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 
 from quantry.devices import Device
 from quantry.devices.catalogue import catalogue
+from quantry.planning.existing import existing
 from quantry.planning.memory.terms import CacheType
 from quantry.planning.models import from_config, open_model
 from quantry.planning.speed.factors import Factors, factor_rows, factors_for, read_factors
 from quantry.planning.speed.seconds import DecodeStep, Runtime, prompt_seconds, step_seconds
-from quantry.planning.speed.work import StepWork, WeightGroup, work_of
+from quantry.planning.speed.work import StepWork, work_of
 from quantry.quantizing.recipe import build
 from quantry.types import Checkpoint
 
@@ -154,12 +155,10 @@ def _work(model: str, changes: str, preset: str, form: str | None) -> StepWork:
 
 @cache
 def _stored(model: str) -> StepWork:
-    """The work of a model that is published with its experts in MXFP4, 4 bits and a scale of 8 for 32 of them."""
-    plain = work_of(open_model(model), None)
-    weights = plain.experts.weights
-    return replace(
-        plain, kind="weight-only", detail="mxfp4", experts=WeightGroup(weights * (4 + 8 / 32) / 8, weights, weights)
-    )
+    """The work of a model in the scheme that it is published in."""
+    found = existing(open_model(model))
+    assert found, f"{model} is published in 16 bit"
+    return work_of(*found)
 
 
 @cache

@@ -146,7 +146,8 @@ def test_experts_alone_in_mxfp4(fitting: ModuleType, factors: Factors) -> None:
     point = fitting.points(("h200-oss",))[0]
     plain = work_of(open_model("gpt-oss-20b"), None)
     assert point.work.dense == plain.dense
-    assert point.work.experts.bytes == 24 * 32 * 3 * 2880 * 2880 * 4.25 / 8 + 24 * 32 * (2 * 2880 + 2880) * 4.25 / 8
+    weights, biases = 24 * 32 * 3 * 2880 * 2880, 24 * 32 * 3 * 2880
+    assert point.work.experts.bytes == weights * 4.25 / 8 + biases * 2
     runtime = Runtime(parse("H200").device, factors)
     found = step_seconds(point.work, runtime, DecodeStep(1, 0, SIXTEEN))
     read = point.work.dense.bytes + point.work.head.bytes + point.work.experts.bytes * 4 / 32
