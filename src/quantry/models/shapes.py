@@ -90,7 +90,9 @@ def _shapes(config: Mapping[str, Any]) -> Iterator[Shape]:
         for name, shape in _stack(_family(_part_type(config, side, fields)), fields):
             yield prefix + name, shape
     yield from _units(family.get("beside", ()), "", _ruled(_family(_part_type(config, "language", text)), text, 0))
-    yield from _units(family["projector"], "", {**config, "text": text, "vision": vision})
+    audio = config.get("audio_config")
+    parts = {"text": text, "vision": vision, "audio": audio if isinstance(audio, Mapping) else {}}
+    yield from _units(family["projector"], "", {**config, **parts})
 
 
 def _stack(family: Fields, fields: Fields) -> Iterator[Shape]:
