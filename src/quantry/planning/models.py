@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -140,6 +140,7 @@ def from_config(config: Mapping[str, Any], source: str, **facts: str) -> Checkpo
     )
 
 
+@lru_cache(16)  # what is computed for a checkpoint is kept with it
 def _well_known(name: str) -> Checkpoint:
     known = find_model(name)
     if known is None:

@@ -142,6 +142,7 @@ def _speed(predicted: Prediction, sequences: int) -> dict[str, Any]:
         "bound": predicted.bound,
         "spread": predicted.spread,
         "measured": predicted.measured,
+        "basis": predicted.basis,
     }
 
 

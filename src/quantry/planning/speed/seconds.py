@@ -109,12 +109,11 @@ class Seconds:
         return "compute" if self.compute > self.bandwidth else "bandwidth"
 
 
-def offloaded_step(work: StepWork, runtime: Runtime, host: Device, share: float, step: DecodeStep) -> Seconds:
-    """Returns the time of a step with `share` of the layers on the device and the rest on the host."""
-    here = step_seconds(work.share(share, head=True), runtime, step)
-    if share >= 1:
+def offloaded_step(mine: StepWork, there: StepWork | None, runtime: Runtime, host: Device, step: DecodeStep) -> Seconds:
+    """Returns the time of a step with the work `mine` on the device and `there` on the host."""
+    here = step_seconds(mine, runtime, step)
+    if there is None:
         return here
-    there = work.share(1 - share, head=False)
     if runtime.factors.host == "stream":
         streamed = there.dense.bytes + there.experts.bytes * there.touched(step.batch)
         return here + Seconds(bandwidth=streamed / _bus(runtime.device))
@@ -144,13 +143,12 @@ def step_seconds(work: StepWork, runtime: Runtime, step: DecodeStep) -> Seconds:
 
 
 def offloaded_prompt(
-    work: StepWork, runtime: Runtime, host: Device, share: float, batch: float, prompt: float
+    mine: StepWork, there: StepWork | None, runtime: Runtime, host: Device, batch: float, prompt: float
 ) -> float:
-    """Returns the time of prompts with layers on the host: computed there or streamed, whichever is faster."""
-    here = prompt_seconds(work.share(share, head=True), runtime, batch, prompt)
-    if share >= 1:
+    """Returns the time of prompts with work on the host: computed there or streamed, whichever is faster."""
+    here = prompt_seconds(mine, runtime, batch, prompt)
+    if there is None:
         return here
-    there = work.share(1 - share, head=False)
     pieces = max(1.0, batch * prompt / MICRO_BATCH)
     traffic = (there.dense.bytes + there.experts.bytes) * (pieces if runtime.factors.host == "compute" else 1)
     streamed = traffic / _bus(runtime.device) + prompt_seconds(there, runtime, batch, prompt)

@@ -78,8 +78,9 @@ def speed(deployment: Deployment, workload: Workload, host: Device) -> Predictio
     cache = cache_type(deployment.kv, terms(deployment.engine, None, deployment.device), dtype)
     context = min(workload.prompt + workload.answer / 2, workload.context)
     prompt = min(workload.prompt, workload.context)
-    step = offloaded_step(work, runtime, host, share, DecodeStep(batch, context, cache))
-    single, all_prompts = (offloaded_prompt(work, runtime, host, share, count, prompt) for count in (1, batch))
+    mine, there = _split(work, deployment, share)
+    step = offloaded_step(mine, there, runtime, host, DecodeStep(batch, context, cache))
+    single, all_prompts = (offloaded_prompt(mine, there, runtime, host, count, prompt) for count in (1, batch))
     extra = unmeasured_spread(
         experts=work.count > 0 and not runtime.factors.routing,
         latent=work.latent > 0,
@@ -102,17 +103,21 @@ def speed(deployment: Deployment, workload: Workload, host: Device) -> Predictio
     )
 
 
+def _split(work: StepWork, deployment: Deployment, share: float) -> tuple[StepWork, StepWork | None]:
+    """Returns the work of the devices and that of the host, which has whole layers or experts only."""
+    if share >= 1:
+        return work, None
+    if deployment.host_experts:
+        return replace(work, experts=work.experts * share), work.experts_alone(1 - share)
+    return work.share(share, head=True), work.share(1 - share, head=False)
+
+
 def on_device(deployment: Deployment) -> float:
-    """Returns the share of the layers that devices hold; the host has the rest."""
-    layers = deployment.offload_layers
-    return 1.0 if layers is None else min(1.0, layers / (block_count(deployment.checkpoint.config) + 1))
-
-
-def was_measured(work: StepWork, runtime: Runtime) -> bool:
-    """Returns True if a model of this shape was measured in this scheme on these devices."""
-    count, name = runtime.tensor * runtime.pipeline, runtime.device.name
-    kinds = runtime.factors.seen.get(name if count == 1 else f"{count}x {name}", {})
-    return runtime.factors.measured and round(work.bytes) in kinds.get(f"{work.kind} {work.detail}", ())
+    """Returns the share of the layers, or of the experts, that devices hold; the host has the rest."""
+    layers, blocks = deployment.offload_layers, block_count(deployment.checkpoint.config)
+    if deployment.host_experts:
+        return max(0.0, 1 - deployment.host_experts / blocks)
+    return 1.0 if layers is None else min(1.0, layers / (blocks + 1))
 
 
 def _check(device: Device, batch: int, share: float) -> None:

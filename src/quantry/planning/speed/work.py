@@ -88,6 +88,12 @@ class StepWork:
             latent=self.latent * part,
         )
 
+    def experts_alone(self, part: float) -> "StepWork":
+        """Returns the work of a part of the experts, without attention and the rest of their layers."""
+        nothing = WeightGroup()
+        alone = replace(self.share(part, head=False), dense=nothing, head=nothing, cache=(), pairs=0.0, latent=0.0)
+        return replace(alone, width=0.0)
+
     def cache_bytes(self, context: float, dtype: CacheType, devices: int = 1) -> float:
         """Returns what a step reads of one sequence's cache, on each of `devices` that share its heads."""
         mine = ((layer.on_one_of(devices), number) for layer, number in self.cache)
