@@ -120,6 +120,13 @@ def on_device(deployment: Deployment) -> float:
     return 1.0 if layers is None else min(1.0, layers / (blocks + 1))
 
 
+def was_measured(work: StepWork, runtime: Runtime) -> bool:
+    """Returns True if a model of this shape was measured in this scheme on these devices."""
+    count, name = runtime.tensor * runtime.pipeline, runtime.device.name
+    kinds = runtime.factors.seen.get(name if count == 1 else f"{count}x {name}", {})
+    return runtime.factors.measured and round(work.bytes) in kinds.get(f"{work.kind} {work.detail}", ())
+
+
 def _check(device: Device, batch: int, share: float) -> None:
     if type(batch) is not int or not 1 <= batch <= 1 << 20:
         raise QuantryError(f"a batch of {batch} is not 1 to {1 << 20}", fix="give --concurrency a positive number")
