@@ -617,4 +617,4 @@ def test_devices_of_the_catalogue_are_all_known() -> None:
     for place in catalogue():
         outcomes = {verdict_of(model(L8), recipe(preset), name, None, place).outcome
                     for preset, name in (("bf16", "vllm"), ("gguf-bf16", "llama.cpp"))}  # fmt: skip
-        assert outcomes & {"kernel", "fallback"}, place.name
+        assert (outcomes & {"kernel", "fallback"}) or place.platform == "hpu", place.name  # Gaudi is refused by name

@@ -302,6 +302,7 @@ def test_json_names_are_frozen(tmp_path: Path) -> None:
     }  # fmt: skip
     assert set(option["speed"]) == {
         "decode_tokens_per_s", "decode_tokens_per_s_per_user", "prefill_tokens_per_s", "first_token_s", "bound", "spread", "measured",
+        "basis",
     }  # fmt: skip
     assert all(
         {"engine", "presets", "why", "fix", "short"} == set(row) and row["why"] and row["fix"]
@@ -402,7 +403,7 @@ def test_rules_are_readable_and_sourced() -> None:
     assert len(names) == len(set(names))
     for rule in rules.rules():
         assert rule.why, rule.name
-        assert re.match(r"handbook [1-4]|facts|feasibility", rule.source), rule.name
+        assert re.match(r"handbook [1-4]|facts|feasibility|vLLM \d", rule.source), rule.name
         actions = [rule.prefer is not None, rule.avoid is not None, rule.require is not None, rule.warn is not None]
         assert sum(actions) == 1, rule.name
         assert (rule.weight > 0) == (rule.prefer is not None or rule.avoid is not None), rule.name
@@ -416,6 +417,7 @@ def test_every_rule_is_about_some_case() -> None:
     """No row is dead: each holds for a request of the handbook's, or for one of these."""
     asked = [case["ask"] for case in HANDBOOK]
     asked += [{"model": "qwen2.5-0.5b", "gpu": "cpu"}, {"model": "llama-3.1-8b", "gpu": "T4"}]
+    asked += [{"model": "llama-3.1-8b", "gpu": "Strix Halo"}]
     requests = [request_of(**ask).facts | {"sixteen_fits": True} for ask in asked]
     for rule in rules.rules():
         assert any(agrees(rule.when, facts, {}) for facts in requests), rule.name
