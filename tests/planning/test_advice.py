@@ -38,7 +38,11 @@ def best(found: Plan | None) -> float:
 
 @pytest.mark.parametrize("ask", cases(tuple(ROWS), tuple(ROWS)[::6]))
 def test_advice(ask: str) -> None:
-    assert faults(ROWS[ask]) == [], ROWS[ask]["why"]
+    row = ROWS[ask]
+    if "open" in row:
+        assert faults(row), "it holds now: take `open` out"
+    else:
+        assert faults(row) == [], row["why"]
 
 
 @pytest.mark.parametrize(("model", "device", "count", "use"), cases(GRID, GRID[::67]))
