@@ -273,7 +273,11 @@ def _fitting(request: Request, deployment: Deployment, verdict: Verdict, offload
             )
             if kv != "auto" and enough and request.use.name not in THROUGHPUT:
                 continue
-            candidate = _candidate(request, replace(cut, kv=kv), checked, replicas)
+            try:
+                candidate = _candidate(request, replace(cut, kv=kv), checked, replicas)
+            except QuantryError as error:  # heads or layers that this layout does not divide
+                refusals.append(Verdict("refusal", None, error.problem, error.fix, "quantry"))
+                break
             (fitting if fits(candidate, request) else short).append(candidate)
     if not fitting and _offloads(request, engine, offload):
         fitting = [moved for candidate in short if (moved := _offloaded(request, candidate))]

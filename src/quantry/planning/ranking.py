@@ -71,7 +71,7 @@ class Ranked:
         """The speed of all copies together."""
         return replace(
             self.speed,
-            decode_tokens_per_s=self.speed.decode_tokens_per_s * self.candidate.replicas,
+            decode_tokens_per_s=self.speed.decode_tokens_per_s * _busy_copies(self.request, self.candidate),
             prompts_tokens_per_s=self.speed.prompts_tokens_per_s * self.candidate.replicas,
         )
 
@@ -93,10 +93,33 @@ def rank(request: Request, candidates: Sequence[Candidate]) -> tuple[list[Ranked
         pace = _pace(request, candidate, predicted) / fastest
         expected = AS_PUBLISHED if request.stored else quality(facts)
         ranked.append(Ranked(candidate, facts, predicted, expected, pace, request))
-    worst_first = sorted(ranked, key=lambda row: (row.holds_limits, row.total))
-    distinct = {(row.candidate.preset.name, row.candidate.engine): row for row in worst_first}  # the last is the best
+    distinct: dict[tuple[str, str], Ranked] = {}
+    for row in sorted(_fastest_layouts(ranked), key=lambda row: (row.holds_limits, row.total)):
+        distinct[row.candidate.preset.name, row.candidate.engine] = row  # the last is the best
     ordered = sorted(distinct.values(), key=lambda row: (not row.holds_limits, -row.total))
-    return _undominated_first(ordered)[:SHOWN], refused
+    return _shown(_undominated_first(ordered)), refused
+
+
+def _shown(ordered: list[Ranked]) -> list[Ranked]:
+    """Returns the first rows; the fastest of all is always among them."""
+    fastest = max(ordered, key=lambda row: row.all_copies.decode_tokens_per_s, default=None)
+    shown = ordered[:SHOWN]
+    return shown if fastest is None or fastest in shown else [*shown[:-1], fastest]
+
+
+def _fastest_layouts(ranked: Sequence[Ranked]) -> list[Ranked]:
+    """Returns the fastest layout of each preset, engine and cache."""
+    best: dict[tuple[str, str, str], Ranked] = {}
+    for row in ranked:
+        key = (row.candidate.preset.name, row.candidate.engine, row.candidate.deployment.kv)
+        if key not in best or _rank_of(row) > _rank_of(best[key]):
+            best[key] = row
+    return list(best.values())
+
+
+def _rank_of(row: Ranked) -> tuple[bool, float, int, int]:
+    held = min(row.candidate.sequences, row.request.workload.concurrency)
+    return row.holds_limits, row.pace, held, -row.candidate.devices
 
 
 def _undominated_first(ordered: list[Ranked]) -> list[Ranked]:
@@ -113,7 +136,12 @@ def is_sixteen_bit(candidate: Candidate) -> bool:
 def _pace(request: Request, candidate: Candidate, predicted: Prediction) -> float:
     if request.use.measure == "first":
         return 1 / predicted.first_token_s
-    return predicted.decode_tokens_per_s * candidate.replicas
+    return predicted.decode_tokens_per_s * _busy_copies(request, candidate)
+
+
+def _busy_copies(request: Request, candidate: Candidate) -> float:
+    """Returns the copies that the load keeps busy: the last has fewer sequences where these are not divided evenly."""
+    return candidate.replicas * min(1.0, request.workload.concurrency / candidate.sequences)
 
 
 def rough_points(request: Request, candidate: Candidate) -> float:
