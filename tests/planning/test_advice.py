@@ -24,6 +24,7 @@ DEVICES = ("RTX 3060 12GB", "RTX 4090", "L4", "L40S", "A100 80GB", "H100", "MI30
 COUNTS = (1, 2, 4)
 USES = ("general", "team-api", "rag", "latency-critical", "high-throughput", "local", "accuracy-critical")
 GRID = tuple(product(MODELS, DEVICES, COUNTS, USES))  # 2,016 requests
+POOR = ("fair", "poor")
 FASTER = 1.02  # times the speed that counts as faster
 
 
@@ -35,8 +36,11 @@ def answered(model: str, device: str, count: int, use: str, **load: Any) -> Plan
 
 
 def best(found: Plan | None) -> float:
-    """Returns the throughput of the fastest option that leaves nothing to the host, whose speed is another matter."""
-    options = [option for option in found.options if not offloads(option)] if found else []
+    """Returns the throughput of the fastest option of good quality that leaves nothing to the host.
+
+    Presets of 3 bits and less are tried only where nothing else fits, and the host's speed is another matter.
+    """
+    options = [one for one in found.options if one.quality not in POOR and not offloads(one)] if found else []
     return max((option.speed["decode_tokens_per_s"] for option in options), default=0.0)
 
 

@@ -268,7 +268,8 @@ def _fitting(request: Request, deployment: Deployment, verdict: Verdict, offload
             continue
         for kv in ("auto", *caches(engine, request.facts)):
             enough = any(
-                other.deployment.devices == cut.devices and other.sequences >= request.workload.concurrency
+                (other.deployment.tensor_parallel, other.deployment.pipeline_parallel) == (tensor, pipeline)
+                and other.sequences >= request.workload.concurrency
                 for other in fitting
             )
             if kv != "auto" and enough and request.use.name not in THROUGHPUT:
