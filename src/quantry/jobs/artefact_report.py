@@ -132,7 +132,7 @@ def _memory(
         return Memory(reported.get("predicted") or {}, reported["measured"]), [note]
     tokens = _context(checkpoint)
     try:
-        needed = footprint(Deployment(checkpoint, None, engine, device), Workload(tokens))
+        needed = footprint(Deployment(checkpoint, None, engine, device), Workload(tokens, prompt=tokens))
     except QuantryError:  # a shape that the plan does not know
         return None, []
     parts = {name: getattr(needed, name) for name in ("weights", "kv_cache", "activations", "overhead")}

@@ -194,7 +194,8 @@ def _stacks(checkpoint: Checkpoint, recipe: Recipe) -> tuple[Stack, ...]:
 def _distinct(checkpoint: Checkpoint, recipe: Recipe) -> tuple[Stack, ...]:
     if not recipe.rules or recipe.format == "gguf":
         return tuple(Stack(group, (recipe.preset,) * len(group), False) for group in _groups(checkpoint))
-    groups = _fused(linears(checkpoint, block_count(checkpoint.config)))  # with rules, names tell blocks apart
+    named = linears(checkpoint, block_count(checkpoint.config)) if recipe.numbered else None
+    groups = _of_blocks(checkpoint) if named is None else _fused(named)  # rules with numbers tell blocks apart
     schemes: dict[str, set[Scheme | None]] = {}
     for linear in (linear for group in groups for linear in group if EXPERT.search(linear.module)):
         schemes.setdefault(_experts_of(linear), set()).add(_scheme_of(recipe.preset_for(linear.module)))
@@ -209,6 +210,12 @@ def _distinct(checkpoint: Checkpoint, recipe: Recipe) -> tuple[Stack, ...]:
 @per_checkpoint(8)
 def _groups(checkpoint: Checkpoint) -> tuple[tuple[Linear, ...], ...]:
     """Returns what an engine fuses, one group of each type: apart from names, most blocks are alike."""
+    return tuple({_outline(group): group for group in reversed(_of_blocks(checkpoint))}.values())[::-1]
+
+
+@per_checkpoint(8)
+def _of_blocks(checkpoint: Checkpoint) -> list[tuple[Linear, ...]]:
+    """Returns what an engine fuses in one of each type of blocks."""
     blocks: dict[int | None, list[TensorInfo]] = {}
     for tensor in checkpoint.tensors:
         blocks.setdefault(block_of(tensor.name), []).append(tensor)
@@ -220,8 +227,7 @@ def _groups(checkpoint: Checkpoint) -> tuple[tuple[Linear, ...], ...]:
             seen.add(outline)
             kept += tensors
     reduced = replace(checkpoint, tensors=tuple(kept))
-    groups = _fused(linears(reduced, block_count(checkpoint.config)))
-    return tuple({_outline(group): group for group in reversed(groups)}.values())[::-1]
+    return _fused(linears(reduced, block_count(checkpoint.config)))
 
 
 def _fused(layers: Iterable[Linear]) -> list[tuple[Linear, ...]]:

@@ -268,7 +268,7 @@ def _memory(
     if recorded:
         try:
             deployment = Deployment(open_checkpoint(original.path), from_card(recorded), engine, parse("cpu").device)
-            needed = footprint(deployment, Workload(longest))
+            needed = footprint(deployment, Workload(longest, prompt=longest))
             predicted = {"weights": needed.weights}
             if verifying()[engine].embedded:  # others take as much for a cache as they are given
                 predicted |= {"kv_cache": needed.kv_cache, "compute": needed.activations}

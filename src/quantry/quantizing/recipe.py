@@ -148,6 +148,11 @@ class Recipe:
         """The transform of every block before its layers are rounded."""
         return next((preset.transform for preset in self.presets if preset.transform), None)
 
+    @property
+    def numbered(self) -> bool:
+        """True if rules may tell blocks or experts apart by their number."""
+        return any(letter.isdigit() for rule in self.rules for letter in rule.match)
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the JSON of quantry.json; drops the optional fields that are not set."""
         optional = ("calibration", "kv", "sequential", "budget")

@@ -69,7 +69,7 @@ def _deployment(serving: Serving, model: ServedModel, hardware: Hardware) -> Dep
 def _needed(deployment: Deployment, serving: Serving) -> Footprint | None:
     assert serving.context is not None
     try:
-        return footprint(deployment, Workload(serving.context, serving.parallel or 1))
+        return footprint(deployment, Workload(serving.context, serving.parallel or 1, prompt=serving.context))
     except QuantryError:  # an architecture or engine that the plan cannot count is no reason not to serve it
         return None
 

@@ -118,7 +118,7 @@ def stored(checkpoint: Checkpoint, recipe: Recipe | None, keep_odd: bool = False
     Raises QuantryError if the recipe's format cannot hold a layer, unless `keep_odd` leaves such layers in 16 bit.
     """
     blocks = block_count(checkpoint.config)
-    whole = recipe is not None and (bool(recipe.rules) or recipe.format == GGUF)  # where names and numbers matter
+    whole = recipe is not None and (recipe.numbered or recipe.format == GGUF)  # where names and numbers matter
     sample = ReducedCheckpoint(checkpoint, {}, {}) if whole else _reduced(checkpoint)
     if recipe is None:
         weights, dtype = _unchanged(sample.checkpoint, blocks)
