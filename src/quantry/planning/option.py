@@ -7,7 +7,7 @@ from typing import Any
 from quantry.engines.contract.catalogue import engine_facts
 from quantry.engines.contract.options import Serving
 from quantry.formats.gguf import NAME as GGUF
-from quantry.planning.candidates import Candidate, slots
+from quantry.planning.candidates import Candidate, is_published, is_ready, slots
 from quantry.planning.capacity import capacity
 from quantry.planning.commands import PlannedArtefact, commands
 from quantry.planning.memory.footprint import host_memory
@@ -58,7 +58,7 @@ def option(ranked: Ranked, others: Sequence[Ranked]) -> Option:
     grid = candidate.preset.scheme.weight
     job = job_cost(request.checkpoint, candidate.recipe, keep_odd=True)
     return Option(
-        preset=AS_IS if request.stored else candidate.preset.name,
+        preset=AS_IS if is_published(request, candidate) else candidate.preset.name,
         format=candidate.recipe.format,
         group=grid.block[1] if grid.kind == "int" and grid.block[1] else None,
         scheme=ranked.facts["scheme"],
@@ -69,7 +69,7 @@ def option(ranked: Ranked, others: Sequence[Ranked]) -> Option:
         layout=_layout(request, candidate),
         commands=_commands(request, candidate),
         memory=_memory(candidate),
-        speed=_speed(ranked.all_copies, candidate.sequences),
+        speed=_speed(ranked),
         cost=_cost(request, ranked.all_copies),
         load=capacity(ranked),
         quality=ranked.quality.name,
@@ -133,10 +133,12 @@ def _cost(request: Request, speed: Prediction) -> dict[str, float | None]:
     }
 
 
-def _speed(predicted: Prediction, sequences: int) -> dict[str, Any]:
+def _speed(ranked: Ranked) -> dict[str, Any]:
+    """Returns the speed of all copies; a user's share is that of the copies that the load keeps busy."""
+    predicted = ranked.all_copies
     return {
         "decode_tokens_per_s": round(predicted.decode_tokens_per_s, 1),
-        "decode_tokens_per_s_per_user": round(predicted.decode_tokens_per_s / sequences, 1),
+        "decode_tokens_per_s_per_user": round(predicted.decode_tokens_per_s / ranked.served, 1),
         "prefill_tokens_per_s": round(predicted.prefill_tokens_per_s, 1),
         "first_token_s": round(predicted.first_token_s, 4),
         "bound": predicted.bound,
@@ -148,8 +150,9 @@ def _speed(predicted: Prediction, sequences: int) -> dict[str, Any]:
 
 def _commands(request: Request, candidate: Candidate) -> dict[str, list[str]]:
     deployment, recipe = candidate.deployment, candidate.recipe
-    served_as_is = request.stored is not None or (is_sixteen_bit(candidate) and recipe.format != GGUF)
-    artefact = PlannedArtefact(request.model, recipe.preset, recipe.format, _shards(request, candidate), served_as_is)
+    served_as_is = deployment.as_is or (is_sixteen_bit(candidate) and recipe.format != GGUF)
+    shards = 1 if served_as_is else _shards(request, candidate)
+    artefact = PlannedArtefact(_model(request, candidate), recipe.preset, recipe.format, shards, served_as_is)
     old = request.device.platform == "cuda" and (request.facts["capability"] or 80) < 80
     share = None if request.budget is None else max(0.01, int(100 * candidate.limit / request.device.usable) / 100)
     serving = Serving(
@@ -175,6 +178,14 @@ def _commands(request: Request, candidate: Candidate) -> dict[str, list[str]]:
         dtype="float16" if old else None,  # Turing and older have no bfloat16
     )
     return commands(artefact, serving, request.use.gate)
+
+
+def _model(request: Request, candidate: Candidate) -> str:
+    """Returns what is quantized or served: the model itself, or the ready file of others."""
+    if is_ready(request, candidate):
+        assert request.ready is not None
+        return request.ready.served(candidate.recipe)
+    return request.model
 
 
 def _shards(request: Request, candidate: Candidate) -> int:
@@ -233,6 +244,8 @@ def _doubts(request: Request, candidate: Candidate) -> list[str]:
     doubts = []
     if verdict.outcome == "fallback":
         doubts.append(verdict.reason + (f"; {verdict.fix}" if verdict.fix else ""))
+    if is_ready(request, candidate):
+        doubts.append("a ready file of others, which Quantry neither made nor proved: compare its answers first")
     if candidate.offloaded:
         doubts.append(_offload_words(request, candidate))
     if request.facts["remote_code"] and engine_facts(candidate.engine).plan.remote_code:
