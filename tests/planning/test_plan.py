@@ -312,7 +312,7 @@ def test_json_names_are_frozen(tmp_path: Path) -> None:
     option = found["options"][0]
     assert set(option) == {
         "preset", "format", "group", "scheme", "engine", "version", "kernel", "kv_cache_type", "layout", "commands", "memory",
-        "speed", "cost", "load", "quality", "job", "score", "reasons", "warnings",
+        "speed", "cost", "load", "speculation", "quality", "job", "score", "reasons", "warnings",
     }  # fmt: skip
     assert set(option["commands"]) == {"quantize", "verify", "serve"}
     assert set(option["memory"]) == {

@@ -144,7 +144,7 @@ def picture(plan: "Plan") -> list["RenderableType"]:
     lines: list[RenderableType] = [_head(plan), "", _title(best), *_bar(best), *_load(best), ""]
     lines += [Text(f"  + {reason}") for reason in best.reasons]
     lines += [Text(f"  ! {warning}", "yellow") for warning in best.warnings]
-    lines += ["", *_commands(best), "", _table(_different(plan.options)[:SHOWN]), *_refused(plan)]
+    lines += ["", *_commands(best), *_speculation(best), "", _table(_different(plan.options)[:SHOWN]), *_refused(plan)]
     return [*lines, *notes]
 
 
@@ -233,6 +233,20 @@ def _load(option: "Option") -> list["Text"]:
     if load["machines"] is not None:
         words += f"; the rate needs {load['machines']:,} machine{'s' if load['machines'] > 1 else ''}"
     return [Text(words)]
+
+
+def _speculation(option: "Option") -> list["Text"]:
+    """Names the ways to guess ahead, with what is expected of them."""
+    from rich.text import Text
+
+    if not option.speculation:
+        return []
+    lines = ["", "guessing ahead (answers stay the same; --json has the commands; quantry tune measures them):"]
+    for way in option.speculation:
+        name = f"{way['method']} with {way['model']}" if way["model"] else way["method"]
+        gain = f"{way['times']:.1f} times the tokens/s if {way['right']:.0%} of the guesses are right"
+        lines.append(f"  {name}: {gain}; {way['only']}")
+    return [Text(line) for line in lines]
 
 
 def _commands(option: "Option") -> list["Text"]:
