@@ -14,11 +14,12 @@ from quantry.planning.plan import plan
 from quantry.planning.request import PlanOptions, Request, read_request
 from quantry.planning.speculation import Speculation, speculations, tokens_of_a_step
 from quantry.planning.speed.throughput import checking_seconds, speed
+from quantry.quantizing.recipe import Recipe, preset
 
 
-def tried(model: str, gpu: str, engine: str, preset: str, **load: Any) -> tuple[Request, Candidate]:
+def tried(model: str, gpu: str, engine: str, name: str, **load: Any) -> tuple[Request, Candidate]:
     request = read_request(model, open_model(model), PlanOptions(gpu, engine=engine, load=LoadOptions(**load)))
-    candidates = find(request, only=(preset,))[0]
+    candidates = find(request, only=(name,))[0]
     layouts = {row.deployment.tensor_parallel: row for row in candidates if row.deployment.pipeline_parallel == 1}
     return request, layouts[max(layouts)]
 
@@ -94,3 +95,14 @@ def test_commands_have_the_words_of_the_engine() -> None:
     head = plan("qwen3-32b", gpu="H100").options[0].speculation[0]
     told = json.loads(head["serve"][head["serve"].index("--speculative-config") + 1])
     assert told == {"method": "eagle3", "model": "RedHatAI/Qwen3-32B-speculator.eagle3", "num_speculative_tokens": 3}
+
+
+def test_the_gain_of_a_draft_is_restated() -> None:
+    request, candidate = tried("llama-3.1-70b", "H200", "vllm", "fp8-dynamic")
+    small, bf16 = open_model("llama-3.2-1b"), preset("bf16")
+    drafting = replace(candidate.deployment, checkpoint=small, recipe=Recipe(bf16, bf16.formats[0]))
+    each = speed(drafting, candidate.workload, request.hardware.cpu).step_s
+    plain, checked = (checking_seconds(candidate.deployment, candidate.workload, tokens) for tokens in (1, 5))
+    wanted = (1 - 0.6**5) / (1 - 0.6) * plain / (checked + 4 * each)
+    found = {way.method: way for way in speculations(request, candidate)}["draft"]
+    assert found.times == pytest.approx(wanted, abs=0.006)
