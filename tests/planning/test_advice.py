@@ -8,7 +8,8 @@ import pytest
 from depth import cases
 from planning.advice import faults, requests
 from quantry.errors import QuantryError
-from quantry.planning.candidates import find, is_ready
+from quantry.planning.candidate import is_ready
+from quantry.planning.candidates import find
 from quantry.planning.models import open_model
 from quantry.planning.option import Option
 from quantry.planning.plan import Plan, plan

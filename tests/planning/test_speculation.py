@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quantry.planning.candidates import Candidate, find
+from quantry.planning.candidate import Candidate
+from quantry.planning.candidates import find
 from quantry.planning.load import LoadOptions
 from quantry.planning.models import open_model
 from quantry.planning.plan import plan

@@ -7,7 +7,8 @@ from typing import Any
 from quantry.engines.contract.catalogue import engine_facts
 from quantry.engines.contract.options import Serving
 from quantry.formats.gguf import NAME as GGUF
-from quantry.planning.candidates import Candidate, is_published, is_ready, slots
+from quantry.planning.candidate import Candidate, is_published, is_ready
+from quantry.planning.candidates import slots
 from quantry.planning.capacity import capacity
 from quantry.planning.commands import PlannedArtefact, commands, serve_words
 from quantry.planning.memory.footprint import host_memory

@@ -14,7 +14,8 @@ from quantry.errors import QuantryError
 from quantry.formats.gguf import NAME as GGUF
 from quantry.models.attention import context_length
 from quantry.planning.alternatives import Near, alternatives
-from quantry.planning.candidates import Candidate, Refused, find, planned_engines, planned_presets
+from quantry.planning.candidate import Candidate, Refused
+from quantry.planning.candidates import find, planned_engines, planned_presets
 from quantry.planning.load import LoadOptions
 from quantry.planning.memory.weights import weights_bytes
 from quantry.planning.models import open_model

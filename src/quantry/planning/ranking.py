@@ -7,7 +7,7 @@ from math import log2
 
 from quantry.engines.contract.catalogue import engine_facts
 from quantry.errors import QuantryError
-from quantry.planning.candidates import Candidate, Refused, is_published
+from quantry.planning.candidate import Candidate, Refused, is_published
 from quantry.planning.facts import Facts
 from quantry.planning.request import Request
 from quantry.planning.rules import Quality, judge, quality

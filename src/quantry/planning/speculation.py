@@ -15,7 +15,7 @@ from quantry.engines.contract.options import EAGLE, MTP, Serving
 from quantry.formats.gguf import NAME as GGUF
 from quantry.models.attention import text_config
 from quantry.models.parts import part_of
-from quantry.planning.candidates import Candidate
+from quantry.planning.candidate import Candidate
 from quantry.planning.commands import PlannedArtefact
 from quantry.planning.memory.footprint import footprint
 from quantry.planning.memory.weights import stored
