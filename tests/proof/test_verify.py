@@ -35,10 +35,11 @@ Make = Callable[[str], Path]
 @pytest.fixture(scope="module", autouse=True)
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The tests of a run share references, apart from the user's, of the first pages of the text."""
-    content, name = text.default_text()
+    first = tmp_path_factory.mktemp("text") / text.HELD_OUT
+    first.write_text(text.default_text().start(8000))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUANTRY_CACHE", str(shared(tmp_path_factory, "verify-cache", lambda folder: None)))
-        patch.setattr(text, "default_text", lambda: (content[:8000], name))
+        patch.setattr(text, "default_text", lambda: text.TextFile(first))
         yield
 
 
@@ -154,6 +155,18 @@ def test_a_use_decides(made: Make, tmp_path: Path) -> None:
     artefact = shutil.copytree(made("w4a16"), tmp_path / "w4a16")
     assert quantry.verify(artefact, reference="demo", gate="draft", **SMALL).passed
     assert "kl" in failed(quantry.verify(artefact, reference="demo", gate="accuracy-critical", **SMALL))
+
+
+def test_windows_longer_than_the_context_are_clipped_and_it_is_said(w8: Path, tmp_path: Path) -> None:
+    """Beyond its context a model computes something else: a perplexity of 26 instead of 5."""
+    config = json.loads((w8 / "config.json").read_text())
+    (w8 / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 48}))
+    proof = quantry.verify(w8, reference="demo", windows=2, length=5000)
+    assert proof.text["length"] == 48
+    assert "windows have 48 tokens, not 5000: that is the model's context" in proof.notes
+    found = quantry.diff("demo", w8, windows=1, length=5000)
+    assert found.text["length"] == 48
+    assert "windows have 48 tokens, not 5000: that is the model's context" in found.notes
 
 
 # ---- broken on purpose: each fails the gate or is refused, and is named ----

@@ -19,7 +19,7 @@ from quantry.planning.deployment import Deployment
 from quantry.planning.memory.footprint import footprint
 from quantry.proof import gate as gates
 from quantry.proof import measure, tensor_errors
-from quantry.proof.checks import Check, checks
+from quantry.proof.checks import START, Check, checks
 from quantry.proof.gate import Number
 from quantry.proof.measure import Measurements
 from quantry.proof.questions import (
@@ -36,7 +36,7 @@ from quantry.proof.reference import reference as make_reference
 from quantry.proof.sources import ModelSource, open_source, tokenizer
 from quantry.proof.tasks.judge import JudgeEndpoint
 from quantry.proof.tensor_errors import TensorError
-from quantry.proof.text import Window, load_text
+from quantry.proof.text import Window, fitting_length, load_text
 from quantry.proof.text import windows as cut
 from quantry.quantizing import card
 from quantry.quantizing.recipe_file import from_card
@@ -111,11 +111,12 @@ def verify(
 def _verify(artefact: str, reference: str, options: VerifyOptions, progress: Progress | None) -> Proof:
     questions = options.questions()
     gates.check_use(options.gate)
-    content, name = load_text(options.text)
-    checked = _check_measurable(reference, artefact, content)
+    text = load_text(options.text)
+    checked = _check_measurable(reference, artefact, text.start(START))
     original, quantized = open_source(reference), open_source(artefact)
     models = _Models(original, quantized, _engine(options.engine, quantized), options, progress)
-    cuts = cut(content, tokenizer(original), options.length, options.windows or None)
+    length, clipped = fitting_length(options.length, original.config, quantized.config)
+    cuts = cut(text, tokenizer(original), length, options.windows or None)
 
     errors = tensor_errors.errors(original, quantized)
     base = models.ask_original(questions)
@@ -126,7 +127,6 @@ def _verify(artefact: str, reference: str, options: VerifyOptions, progress: Pro
     recorded = _recorded(quantized)
     judged = gates.judge(_numbers(measured, prompts), options.gate, recorded.get("preset"))
     findings = [*({**asdict(check), "warning": False} for check in checked), *_suspects(errors), *map(asdict, judged)]
-    text = {"name": name, "windows": len(cuts), "length": options.length}
     proof = Proof(
         artefact=artefact,
         reference=reference,
@@ -134,12 +134,12 @@ def _verify(artefact: str, reference: str, options: VerifyOptions, progress: Pro
         verdict=gates.verdict(findings),
         **_figures(measured),
         findings=tuple(findings),
-        text={**text, "positions": measured.decoded_figures.positions},
+        text={"name": text.name, "windows": len(cuts), "length": length, "positions": measured.decoded_figures.positions},
         worst_tensors=tuple(asdict(tensor) for tensor in sorted(errors, key=lambda tensor: -tensor.error)[:SHOWN]),
         memory=_memory(original, recorded, models.engine, measured),
         prompts=prompts,
         tasks=compare_tasks(base, answered),
-        notes=_notes(measured, quantized, default_text=options.text is None),
+        notes=(*clipped, *_notes(measured, quantized, default_text=options.text is None)),
     )
     if recorded:
         card.record_proof(_folder(quantized), _without_paths(proof))
