@@ -25,8 +25,8 @@ from quantry.jobs.sweep.plan import read_peers
 from quantry.jobs.sweep.specs import read_specs
 from quantry.jobs.sweep.sweep import sweep
 from quantry.jobs.sweep.table import Outcome, Sweep, mark_frontier, report_content
+from quantry.jobs.verify import verify
 from quantry.models.reader import demo_folder
-from quantry.proof.verify import verify
 from quantry.quantizing.recipe_file import from_card
 from shared import recorded, shared
 

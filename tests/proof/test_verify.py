@@ -118,7 +118,7 @@ def test_json_names_are_frozen(proven: Callable[[str], Proof]) -> None:
     assert set(proof) == {
         "artefact", "reference", "gate", "verdict", "kl", "kl_median", "kl_p99", "top1", "perplexity",
         "reference_perplexity", "noise_floor", "served", "intervals", "findings", "text", "compact", "worst_tensors", "memory",
-        "prompts", "tasks", "notes",
+        "prompts", "tasks", "notes", "recorded",
     }  # fmt: skip
     assert set(proof["served"]) == {
         "engine", "version", "kl", "kl_median", "kl_p99", "top1", "perplexity", "intervals", "gap",
@@ -290,8 +290,33 @@ def test_short_text_is_refused(w8: Path, tmp_path: Path) -> None:
 def test_engine_that_is_not_installed_is_refused(engine: str, w8: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", bare], check=True)
+    steps: list[str] = []
     with pytest.raises(QuantryError, match="not installed.*pip install.*--engine-python"):
-        quantry.verify(w8, reference="demo", engine=engine, engine_python=bare / "bin" / "python", **SMALL)
+        quantry.verify(
+            w8, reference="demo", engine=engine, engine_python=bare / "bin" / "python", **SMALL,
+            progress=lambda done, total, label: steps.append(label),
+        )  # fmt: skip
+    assert not steps  # nothing was computed before
+
+
+def test_what_is_wrong_with_the_request_is_said_before_any_work(w8: Path, tmp_path: Path) -> None:
+    """The artefact is damaged too, which the check of its files would find next."""
+    file = w8 / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1000] ^= 1
+    file.write_bytes(data)
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "short.txt").write_text("Once upon a time.")
+    for options, words in (
+        ({"text": tmp_path / "empty.txt"}, "has no text"),
+        ({"text": tmp_path / "short.txt"}, "has 5 tokens"),
+        ({"tasks": str(tmp_path / "none.yaml")}, "no task file"),
+        ({"length": 1}, "no token to score"),
+        ({"output": tmp_path / "empty.txt"}, "not a folder that can be written"),
+        ({"output": tmp_path, "record": False}, "leave one of them out"),
+    ):
+        with pytest.raises(QuantryError, match=words):
+            quantry.verify(w8, reference="demo", **options)
 
 
 def test_engine_that_does_not_take_the_format_is_refused(w8: Path, q8: Path) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 from quantry import __version__
 from quantry.errors import OutputError
 from quantry.models.workspace import check_target
-from quantry.models.writer import write_atomically
-from quantry.storage import ARTEFACT_FILE
+from quantry.storage import ARTEFACT_FILE, write_atomically
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quantry.errors import OutputError, WeightError
-from quantry.models.writer import write_atomically
+from quantry.storage import write_atomically
 
 RESERVE = 64 << 20  # bytes left free on the disk for everything else
 JOB = "quantry-job.json"

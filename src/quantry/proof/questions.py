@@ -63,6 +63,8 @@ def read_questions(
     if max_tokens < 1:
         raise QuantryError(f"--max-tokens is {max_tokens}", fix="give at least 1")
     names = tuple(name.strip() for name in (tasks or "").split(",") if name.strip())
+    if names:
+        harness.check(names, limit)
     return Questions(tuple(prompts.read_prompts(file)) if file else (), names, limit, max_tokens, endpoint)
 
 

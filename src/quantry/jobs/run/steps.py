@@ -93,7 +93,7 @@ class RunSteps:
 
     def verify(self) -> None:
         """Measures the artefact, unless it was measured in the same way."""
-        from quantry.proof.verify import verify
+        from quantry.jobs.verify import recorded, verify
 
         plan, started = self._plan, perf_counter()
         measure = self._measurement()
@@ -101,7 +101,7 @@ class RunSteps:
         if not exists:
             self._record.pop("measure", None)
             with self._showing("verify") as progress:
-                verify(plan.artefact, reference=plan.source, **plan.verify_options, progress=progress)
+                recorded(verify(plan.artefact, reference=plan.source, **plan.verify_options, progress=progress))
             self._record["measure"] = measure
             self._card = read_object(plan.artefact / ARTEFACT_FILE)
             self._write()

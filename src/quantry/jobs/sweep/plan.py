@@ -20,6 +20,7 @@ from quantry.models.reader import local_folder, open_checkpoint
 from quantry.models.tokenizer import load_tokenizer
 from quantry.numerics.device import device as computing
 from quantry.proof import gate as gates
+from quantry.proof.served.engines import scoring_engine
 from quantry.proof.sources import open_source, tokenizer
 from quantry.proof.text import fitting_length, load_text
 from quantry.proof.text import windows as cut
@@ -60,6 +61,8 @@ class Measurement:
         if python is not None and (name is None or not Path(python).expanduser().is_file()):
             problem = "is not a file" if name else "has no use without an engine"
             raise QuantryError(f"--engine-python {python} {problem}", fix="give --engine and the python that it is in")
+        if name is not None:
+            scoring_engine(name, Path(python).expanduser() if python else None).check()
 
 
 @dataclass(frozen=True, slots=True)
