@@ -350,7 +350,7 @@ def test_prompts_and_tasks(q8: Path, tmp_path: Path) -> None:
     rows = [
         {"messages": [{"role": "user", "content": "What color is the sky?"}], "answer": "blue"},
         {"messages": [{"role": "user", "content": "What do cows give us?"}], "answer": "milk"},
-        {"prompt": "Once upon a time, there was a"},
+        {"text": "Once upon a time, there was a"},
     ]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "riddles.jsonl").write_text(

@@ -139,6 +139,7 @@ def _answers(proof: "Proof") -> list[str]:
     lines = []
     if proof.prompts:
         lines.append(f" {proof.prompts['agreement']['value']:.0%} of {proof.prompts['prompts']} prompts answered alike")
+        lines += [f" {warning}" for warning in proof.prompts["warnings"]]
         if proof.prompts["correct"]:
             right = proof.prompts["correct"]
             lines.append(

@@ -112,7 +112,7 @@ def prove(artefact: str, reference: str, options: VerifyOptions, progress: Progr
     base = models.ask_original(questions)
     errors = tensor_errors.errors(original, quantized)
     measured = models.measure([*cuts.windows, *base.windows], len(cuts.windows))
-    answered = models.ask_quantized(questions)
+    answered = models.ask_quantized(questions, chats=base.chats)
     prompts = _prompt_report(questions, base, answered, measured, progress)
 
     recorded = _recorded(quantized)
@@ -165,14 +165,14 @@ class _Models:
     progress: Progress | None
 
     def ask_original(self, questions: Questions) -> Answered:
-        return ask(questions, decoded_model(self.original, self.options.device), self.progress)
+        return ask(questions, decoded_model(self.original, self.options.device), progress=self.progress)
 
-    def ask_quantized(self, questions: Questions) -> Answered:
+    def ask_quantized(self, questions: Questions, *, chats: bool) -> Answered:
         """Asks the artefact in its engine, or decoded from its bytes."""
         python, device = self.options.engine_python, self.options.device
-        if self.engine:
-            return ask(questions, served_model(self.quantized, self.engine, python, device), self.progress)
-        return ask(questions, decoded_model(self.quantized, device), self.progress)
+        decoded = decoded_model(self.quantized, device)
+        model = served_model(self.quantized, self.engine, python, device) if self.engine else decoded
+        return ask(questions, model, chats=chats, progress=self.progress)
 
     def measure(self, windows: Sequence[Window], text_windows: int) -> Measurements:
         """Runs both models on windows, the artefact in its engine too."""
