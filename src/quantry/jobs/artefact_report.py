@@ -123,7 +123,7 @@ def measured(name: str, size: int, proof: Mapping[str, Any], *, bits: float | No
     served = _served(proof)
     kl, served_kl = figure(proof, "kl"), figure(served, "kl")
     top1, perplexity = (figure(served or proof, key) for key in ("top1", "perplexity"))
-    return FileRow(name, size, bits, *kl, *served_kl, *top1, *perplexity)
+    return FileRow(name, size, bits, *kl, *served_kl, *top1, *perplexity, verdict=proof.get("verdict"))
 
 
 def _served(proof: Mapping[str, Any]) -> Mapping[str, Any]:
