@@ -45,7 +45,7 @@ class OutputFolder:
         file = self.path / f"{self.job}.lock"
         with writing(self.path, "fix that and run the same command again"):
             self.path.mkdir(parents=True, exist_ok=True)
-            with file.open("w") as lock:
+            with file.open("a") as lock:  # what a link of that name leads to stays as it is
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError as error:

@@ -137,7 +137,7 @@ def _claim(partial: Path, out: Path, identity: Mapping[str, Any]) -> None:
 @contextmanager
 def _lock(out: Path) -> Iterator[None]:
     path = out.with_name(out.name + ".lock")
-    with path.open("w") as lock:
+    with path.open("a") as lock:  # what a link of that name leads to stays as it is
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
