@@ -72,7 +72,7 @@ class Candidate:
         """The facts of an option that rules may speak of."""
         grid, activation = self.preset.scheme.weight, self.preset.scheme.activation
         return {
-            **_outline(self.recipe, self.engine),
+            **_outline(self.deployment),
             "zero_points": not grid.symmetric,
             "inputs": activation.grid.kind if activation else "none",
             "calibrated": self.preset.transform is not None or self.preset.rounder != "nearest",
@@ -98,6 +98,17 @@ class Refused:
 Search = tuple[list[Candidate], list[Refused]]
 
 
+def is_ready(request: Request, candidate: Candidate) -> bool:
+    """Returns True if the candidate is a GGUF file that others made of the model."""
+    return request.ready is not None and candidate.recipe in request.ready.recipes and candidate.deployment.as_is
+
+
+def is_published(request: Request, candidate: Candidate) -> bool:
+    """Returns True if the weights are rounded as the model is stored, by its makers or by the user."""
+    ready = is_ready(request, candidate)
+    return candidate.deployment.as_is and not (ready and candidate.preset.file_type)
+
+
 def scheme_name(chosen: Preset) -> str:
     """Returns the name that rules have for the scheme of a preset."""
     grid, activation = chosen.scheme.weight, chosen.scheme.activation
@@ -112,14 +123,17 @@ def scheme_name(chosen: Preset) -> str:
     return {"e4m3": "fp8", "e5m2": "fp8"}.get(grid.kind, grid.kind)
 
 
-def _outline(recipe: Recipe, engine: str) -> Facts:
+def _outline(deployment: Deployment) -> Facts:
     """Returns the facts of an option that are known before its memory is."""
+    recipe = deployment.recipe
+    assert recipe is not None
     return {
         "preset": recipe.preset.name,
         "format": recipe.format,
         "scheme": scheme_name(recipe.preset),
         "bits": recipe.preset.scheme.weight.bits,
-        "engine": engine,
+        "engine": deployment.engine,
+        "as_is": deployment.as_is,
     }
 
 
@@ -144,27 +158,39 @@ def planned_presets(request: Request) -> list[Preset]:
 def find(request: Request, only: Sequence[str] | None = None, offload: bool = True) -> Search:
     """Returns all candidates that run and fit, and what was refused; `only` limits the presets.
 
-    Spare presets are tried only where nothing fits without them; layers go to the host's memory only where nothing fits
-    without that and `offload` allows it.
+    Spare presets and ready files of others are tried only where nothing fits without them; layers go to the host's
+    memory only where nothing fits without that and `offload` allows it.
     """
     planned = [chosen for chosen in planned_presets(request) if only is None or chosen.name in only]
     named = request.engine or request.stored
     first = [chosen for chosen in planned if named or not is_spare(chosen, request.facts)]
-    candidates, refused = _search(request, first, offload=False)
-    if not candidates and len(first) < len(planned):
-        candidates, refused = _search(request, planned, offload=False)
+    ready = [recipe for recipe in _ready(request) if only is None or recipe.preset.name in only]
+    candidates, refused = _search(request, first, ready if _prefers_ready(request) else (), offload=False)
+    if not candidates and (len(first) < len(planned) or ready):
+        candidates, refused = _search(request, planned, ready, offload=False)
     if candidates or not offload or request.device.kind != "gpu":
         return candidates, refused
-    offloaded, still_refused = _search(request, planned, offload=True)
+    offloaded, still_refused = _search(request, planned, ready, offload=True)
     return offloaded, refused if offloaded else still_refused
 
 
-def _search(request: Request, tried: Sequence[Preset], offload: bool) -> Search:
+def _ready(request: Request) -> tuple[Recipe, ...]:
+    return request.ready.recipes if request.ready else ()
+
+
+def _prefers_ready(request: Request) -> bool:
+    """Returns True where llama.cpp is the engine of choice; elsewhere ready files are tried if nothing else fits."""
+    return request.engine is not None or request.use.name == "local" or request.device.platform in ("metal", "cpu")
+
+
+def _search(request: Request, tried: Sequence[Preset], ready: Sequence[Recipe], offload: bool) -> Search:
     candidates: list[Candidate] = []
     refused: list[Refused] = []
+    recipes = [(chosen, request.stored) for chosen in tried]
+    recipes += [(recipe.preset, recipe) for recipe in ready]
     for engine in planned_engines(request):
-        for chosen in tried:
-            result = _try(request, chosen, engine, offload)
+        for chosen, made in recipes:
+            result = _try(request, chosen, made, engine, offload)
             if isinstance(result, Refused):
                 refused.append(result)
             else:
@@ -172,10 +198,15 @@ def _search(request: Request, tried: Sequence[Preset], offload: bool) -> Search:
     return candidates, refused
 
 
-def _try(request: Request, chosen: Preset, engine: str, offload: bool) -> list[Candidate] | Refused:
-    """Returns the candidates of one preset in one engine; none where the engine is not planned with its formats."""
+def _try(
+    request: Request, chosen: Preset, made: Recipe | None, engine: str, offload: bool
+) -> list[Candidate] | Refused:
+    """Returns the candidates of one preset in one engine; none where the engine is not planned with its formats.
+
+    `made` is the recipe of files that are there already.
+    """
     planned = engine_facts(engine).plan.formats
-    formats = (request.stored.format,) if request.stored else chosen.formats
+    formats = (made.format,) if made else chosen.formats
     if planned and not set(planned) & set(formats):
         return []
     if request.unequal and not engine_facts(engine).plan.whole_layers:
@@ -183,11 +214,10 @@ def _try(request: Request, chosen: Preset, engine: str, offload: bool) -> list[C
         return Refused(
             chosen.name, engine, why, "plan for the devices of one type, or use llama.cpp, which splits layers"
         )
-    deployment, verdict = _deployment(request, chosen, engine)
+    deployment, verdict = _deployment(request, chosen, made, engine)
     if deployment is None:
         return Refused(chosen.name, engine, verdict.reason, verdict.fix or "choose another preset")
-    assert deployment.recipe is not None
-    rule = refusal({**request.facts, **_outline(deployment.recipe, engine)})
+    rule = refusal({**request.facts, **_outline(deployment)})
     if rule:
         return Refused(chosen.name, engine, rule.why, rule.fix)
     least, most = least_bytes(request, chosen), _most_bytes(request, engine, offload)
@@ -218,20 +248,22 @@ def _offloads(request: Request, engine: str, offload: bool) -> bool:
     return offload and facts.plan.whole_layers and "offload_layers" not in facts.lacks and request.device.kind == "gpu"
 
 
-def _deployment(request: Request, chosen: Preset, engine: str) -> tuple[Deployment | None, Verdict]:
+def _deployment(
+    request: Request, chosen: Preset, made: Recipe | None, engine: str
+) -> tuple[Deployment | None, Verdict]:
     """Returns the format, and the group where 128 does not divide, that the engine has a kernel for; else why not."""
     verdicts: list[tuple[Deployment, Verdict]] = []
     plain = Deployment(
         request.checkpoint,
-        request.stored,
+        made,
         engine,
         request.device,
         engine_facts(engine).latest,
         keep_odd=True,  # nothing odd is left: feasibility has refused it
-        as_is=request.stored is not None,
+        as_is=made is not None,
         features=request.hardware.features,
     )
-    if request.stored:
+    if made:
         verdict = feasible(plain)
         return (None if verdict.outcome == "refusal" else plain), verdict
     for grouped in _grouped(chosen):

@@ -21,6 +21,7 @@ from quantry.planning.models import open_model
 from quantry.planning.option import Option, option
 from quantry.planning.ranking import rank
 from quantry.planning.request import PlanOptions, Request, read_request
+from quantry.planning.wired import raised
 from quantry.quantizing.recipe import Recipe
 from quantry.report.sizes import human
 
@@ -78,6 +79,10 @@ def plan(
 def decide(request: Request) -> Plan:
     """Returns the plan of a request."""
     candidates, refused = find(request)
+    wider = raised(request) if not candidates else None
+    if wider:
+        candidates, more = find(wider)
+        request, refused = (wider, more) if candidates else (request, refused)
     _check_possible(request, candidates, refused)
     ranked, untimed = rank(request, candidates)
     options = tuple(option(row, ranked) for row in ranked)
@@ -111,7 +116,7 @@ def _ready_files(request: Request, refused: Sequence[Refused]) -> list[str]:
     """Says that files of others may run where Quantry cannot write a GGUF of the model, and whether one would fit."""
     engines = [name for name in planned_engines(request) if "gguf" in (engine_facts(name).plan.formats or ())]
     unwritable = any(row.engine in engines and row.preset.startswith("gguf-") and row.short is None for row in refused)
-    if not engines or not (unwritable or (request.stored and request.stored.format != GGUF)):
+    if request.ready or not engines or not (unwritable or (request.stored and request.stored.format != GGUF)):
         return []
     size = int(request.parameters * READY_BITS / 8)
     room = request.hardware.usable + (request.hardware.host_memory or 0)
