@@ -63,6 +63,12 @@ def test_a_folder_that_cannot_be_written_costs_no_figures(made: Callable[[str], 
     assert done.stderr.startswith("warning: the verdict is not recorded: cannot write")
     assert "-o DIR" in done.stderr
     assert (artefact / "quantry.json").read_bytes() == before
+    (artefact / CARD).rmdir()
+    (artefact / "sensitivity.json").write_text("{")  # of which the report is made
+    proof = quantry.verify(artefact, **SMALL, report=True)
+    assert proof.recorded is None
+    assert "sensitivity.json is not JSON" in proof.notes[-1]
+    assert (artefact / "quantry.json").read_bytes() == before
 
 
 def test_nothing_is_recorded_if_nothing_is_to_be(made: Callable[[str], Path]) -> None:
@@ -105,6 +111,8 @@ def test_an_artefact_of_quantry_may_get_its_verdict_elsewhere(
     with pytest.raises(OutputError, match="holds another artefact"):
         verdict.check_output(artefact, tmp_path / "elsewhere")
     verdict.check_output(artefact, artefact)
+    with pytest.raises(OutputError, match="holds another artefact"):
+        verdict.check_output(artefact, Path("owner/name"))  # on the hub
 
 
 def test_nothing_is_written_through_a_link(made: Callable[[str], Path], proof: Proof, tmp_path: Path) -> None:

@@ -88,4 +88,4 @@ def _kept(proof: Proof) -> dict[str, Any]:
 
 
 def _is_same(folder: Path, other: Path) -> bool:
-    return folder.exists() and folder.samefile(other)
+    return folder.exists() and other.exists() and folder.samefile(other)

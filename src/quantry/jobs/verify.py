@@ -75,7 +75,7 @@ def _recorded(artefact: str | Path, proof: Proof, output: Path | None, *, report
         if place is None:
             raise OutputError("another tool made the artefact", fix="give -o DIR to keep it")
         verdict.record(path, place, proof, report=report)
-    except OutputError as error:
+    except QuantryError as error:  # also of a damaged file that the report needs: figures cost time
         return replace(proof, notes=(*proof.notes, f"the verdict is not recorded: {error}"))
     return replace(proof, recorded=str(place))
 
