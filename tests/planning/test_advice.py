@@ -8,7 +8,7 @@ import pytest
 from depth import cases
 from planning.advice import faults, requests
 from quantry.errors import QuantryError
-from quantry.planning.candidates import find
+from quantry.planning.candidates import find, is_ready
 from quantry.planning.models import open_model
 from quantry.planning.option import Option
 from quantry.planning.plan import Plan, plan
@@ -103,9 +103,10 @@ def test_less_memory_never_adds_options(model: str) -> None:
 
 
 def plan_names(model: str, budget: str) -> set[tuple[str, str]]:
-    """Returns every preset and engine that fits, but for spare ones, which are tried only where nothing else fits."""
+    """Returns what fits, but for spare presets and ready files, which are tried only where nothing else fits."""
     options = PlanOptions("RTX 4090", budget=budget)
     request = read_request(model, open_model(model), options)
-    candidates, _ = find(request, offload=False)
+    found, _ = find(request, offload=False)
+    candidates = [candidate for candidate in found if not is_ready(request, candidate)]
     spare = {candidate.preset.name for candidate in candidates if is_spare(candidate.preset, request.facts)}
     return {(row.preset.name, row.engine) for row in candidates if row.preset.name not in spare}

@@ -61,18 +61,29 @@ def plan(
     concurrency: int | None = None,
     engine: str | None = None,
     budget: str | int | None = None,
-    **load: Any,
+    prompt: int | None = None,
+    answer: int | None = None,
+    requests_per_second: float | None = None,
+    ttft: float | None = None,
+    tpot: float | None = None,
+    images: int | None = None,
+    shared_prefix: int | None = None,
+    trace: str | Path | None = None,
+    price: float | None = None,
+    max_cost: float | None = None,
 ) -> Plan:
     """Plans how to quantize `model` and how to serve it on the machine that `gpu` describes, or on this one.
 
-    A model that is quantized already is planned as it is. `load` are further fields of `LoadOptions`: prompt, answer,
-    requests_per_second, ttft, tpot, images, shared_prefix, trace, price, max_cost. Raises QuantryError if a name is
-    unknown or the options contradict each other.
+    A model that is quantized already is planned as it is. Raises QuantryError if a name is unknown or the options
+    contradict each other.
 
     Example: `plan("llama-3.1-8b", gpu="RTX 3090", use="rag").options[0].commands["serve"]`.
     """
     checkpoint = open_model(model)
-    asked = LoadOptions(context, concurrency, **load)
+    asked = LoadOptions(
+        context, concurrency, prompt, answer, requests_per_second, ttft, tpot, images, shared_prefix, trace, price,
+        max_cost,
+    )  # fmt: skip
     return decide(read_request(str(model), checkpoint, PlanOptions(gpu, use, engine, budget, asked)))
 
 

@@ -138,8 +138,8 @@ def is_sixteen_bit(candidate: Candidate) -> bool:
 
 
 def _pace(request: Request, candidate: Candidate, predicted: Prediction) -> float:
-    if request.use.measure == "first":
-        return 1 / predicted.first_token_s
+    if request.use.measure == "answer":
+        return 1 / (predicted.first_token_s + request.workload.answer * predicted.step_s)
     return predicted.decode_tokens_per_s * _busy_copies(request, candidate)
 
 
