@@ -11,8 +11,7 @@ from typing import Any
 from quantry import __version__
 from quantry.errors import OutputError
 from quantry.models.workspace import check_target
-from quantry.models.writer import write_atomically
-from quantry.storage import ARTEFACT_FILE
+from quantry.storage import ARTEFACT_FILE, write_atomically
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class OutputFolder:
         file = self.path / f"{self.job}.lock"
         with writing(self.path, "fix that and run the same command again"):
             self.path.mkdir(parents=True, exist_ok=True)
-            with file.open("w") as lock:
+            with file.open("a") as lock:  # what a link of that name leads to stays as it is
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError as error:
