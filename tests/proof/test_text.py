@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,20 +161,6 @@ def test_pieces_of_a_text_end_with_lines_and_are_the_text(tmp_path: Path) -> Non
     assert all(piece.endswith("\n") for piece in pieces)
     (tmp_path / "line.txt").write_text("x" * 1000)  # no line ends
     assert {len(piece) for piece in TextFile(tmp_path / "line.txt").pieces(100)} == {200}
-
-
-class ShortPieces(TextFile):
-    def pieces(self, size: int = 100) -> Iterator[str]:
-        return super().pieces(size)
-
-
-def test_what_comes_before_a_text_does_not_come_between_its_pieces(tmp_path: Path) -> None:
-    tokenizer = load(tmp_path, "bpe-llama-bpe")
-    (tmp_path / "own.txt").write_text(TEXT.replace(". ", ".\n"))
-    first = windows(TEXT, tokenizer, 32, 1)[0].tokens[0]
-    cut = windows(ShortPieces(tmp_path / "own.txt"), tokenizer, 32, None)
-    assert len(cut) > 2
-    assert all(window.tokens[0] == first and first not in window.tokens[1:] for window in cut)
 
 
 def test_windows_are_no_longer_than_the_context_of_a_model() -> None:

@@ -6,7 +6,7 @@ before a text (a BOS, or nothing): a model trained with a BOS is far worse witho
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,8 +76,10 @@ def windows(text: str | TextFile, tokenizer: Any, length: int, count: int | None
     if count is not None and count < 1:
         raise QuantryError(f"{count} windows leave nothing to measure", fix="ask for at least 1")
     step = length - len(prefix)
-    needed = None if count is None else count * step
-    tokens = _tokens([text] if isinstance(text, str) else text.pieces(), tokenizer, prefix, needed)
+    needed = None if count is None else count * step + len(prefix)
+    tokens = _tokens([text] if isinstance(text, str) else text.pieces(), tokenizer, needed)
+    if tuple(tokens[: len(prefix)]) == tuple(prefix):  # every window gets its own
+        tokens = tokens[len(prefix) :]
     available = len(tokens) // step
     if available == 0:
         raise QuantryError(
@@ -117,15 +119,11 @@ def default_text() -> TextFile:
     return TextFile(demo_folder() / HELD_OUT)
 
 
-def _tokens(pieces: Iterable[str], tokenizer: Any, prefix: Sequence[int], needed: int | None) -> list[int]:
-    """Returns the tokens of pieces of a text, up to the first piece with which there are enough (None: of all).
-
-    What the tokenizer puts before a text is left out: every window gets its own.
-    """
+def _tokens(pieces: Iterable[str], tokenizer: Any, needed: int | None) -> list[int]:
+    """Returns the tokens of pieces of a text, up to the first piece with which there are enough (None: of all)."""
     tokens: list[int] = []
     for piece in pieces:
-        found = encode(tokenizer, piece)
-        tokens += found[len(prefix) :] if tuple(found[: len(prefix)]) == tuple(prefix) else found
+        tokens += encode(tokenizer, piece)
         if needed is not None and len(tokens) >= needed:
             break
     return tokens
