@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 from quantry import registry
+from quantry.cli._ending import ending
 
 PromptTokens = Annotated[
     str, typer.Option(help="Tokens of a prompt: 256, or a distribution as 256,stdev=64,min=16,max=512.")
@@ -54,7 +55,11 @@ Report = Annotated[
 
 
 class ListingCommand(TyperCommand):
-    """A command whose help texts list names."""
+    """A command whose help texts list names, and which ends in one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with ending():  # before typer, which takes any EOFError for the end of the input
+            return super().invoke(ctx)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         for parameter in self.params:

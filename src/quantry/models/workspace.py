@@ -16,6 +16,7 @@ from typing import Any
 
 from quantry.errors import OutputError, WeightError
 from quantry.models.writer import write_atomically
+from quantry.storage.reading import read_json
 
 RESERVE = 64 << 20  # bytes left free on the disk for everything else
 JOB = "quantry-job.json"
@@ -42,7 +43,8 @@ class Workspace:
         note = path.with_name(shard + DONE)
         if not path.exists() or not note.exists():
             return None
-        done = Finished(**json.loads(note.read_text()))
+        facts = read_json(note, Finished, fix=f"remove {self.folder}")
+        done = Finished(facts["bytes"], facts["sha256"])
         return done if path.stat().st_size == done.bytes else None
 
     def finish(self, shard: str, done: Finished) -> None:
@@ -57,8 +59,7 @@ class Workspace:
     def remembered(self, what: str) -> dict[str, Any]:
         """Returns the facts that earlier runs have kept."""
         path = self.folder / (what + DONE)
-        facts: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        return facts
+        return read_json(path, fix=f"remove {self.folder}") if path.exists() else {}
 
     def write(self, name: str, data: bytes) -> None:
         write_atomically(self.folder / name, data)

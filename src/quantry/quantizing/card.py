@@ -17,6 +17,7 @@ from quantry import __version__
 from quantry.errors import OutputError
 from quantry.models.workspace import Finished
 from quantry.models.writer import write_atomically
+from quantry.quantizing.artefact_file import read_artefact_file
 from quantry.quantizing.recipe import Preset, Recipe
 from quantry.quantizing.tensor_plan import TensorPlan
 from quantry.storage import ARTEFACT_FILE
@@ -126,14 +127,10 @@ def record_proof(folder: Path, proof: Mapping[str, Any]) -> bool:
     if "reference" in kept:
         kept["reference"] = Path(kept["reference"]).name  # as with the source: no paths of this machine
     try:
-        content = {**json.loads(note.read_text()), "proof": kept}
-        text = card.read_text() if card.is_file() else ""
+        content = {**read_artefact_file(folder, error=OutputError), "proof": kept}
+        text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
         write_atomically(note, (json.dumps(content, indent=2) + "\n").encode())
         write_atomically(card, _with_section(text, proof_section(kept)).encode())
-    except ValueError as error:
-        raise OutputError(
-            f"{note} is not JSON ({str(error)[:80]})", fix="write the artefact again with quantry quantize"
-        ) from error
     except OSError as error:
         raise OutputError(
             f"cannot write {error.filename or note}: {error.strerror}", fix="make the folder writable, and verify again"

@@ -5,12 +5,12 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Required, TypedDict
 
 from quantry.errors import OutputError
 from quantry.formats.gguf import NAME as GGUF
 from quantry.jobs import artefact_report
-from quantry.jobs.output_folder import damaged, read_artefact
+from quantry.jobs.output_folder import read_artefact
 from quantry.jobs.quantize import quantize
 from quantry.jobs.sweep.plan import SweepJob, SweepPlan
 from quantry.jobs.sweep.table import Outcome, Sweep, mark_frontier
@@ -23,6 +23,46 @@ from quantry.types import Progress, Proof
 FIGURES = tuple(name for key in ("kl", "served_kl", "top1", "perplexity") for name in (key, f"{key}_interval"))
 COMMON = ("reference_perplexity", "noise_floor")  # equal in all proofs of a sweep
 SIZES = ("format", "bytes", "bits_per_weight")
+
+
+class SizesNote(TypedDict):
+    """The size of a row."""
+
+    format: str
+    bytes: int
+    bits_per_weight: float
+
+
+class RecordedProof(TypedDict):
+    """The part of a proof that a row keeps."""
+
+    kl: float | None
+    top1: float | None
+    perplexity: float | None
+    intervals: dict[str, list[float | None]]
+    served: dict[str, Any] | None
+    verdict: str
+    reference_perplexity: float | None
+    noise_floor: float | None
+    notes: list[str]
+
+
+class RecordNote(TypedDict, total=False):
+    """A job: what was asked, made and measured."""
+
+    asked: dict[str, Any]
+    made: str
+    sizes: SizesNote
+    measure: dict[str, Any]
+    proof: RecordedProof
+
+
+class SweepNote(TypedDict, total=False):
+    """What is read back of sweep.json."""
+
+    model: str
+    identity: Required[str]
+    jobs: Required[dict[str, RecordNote]]
 
 
 class JobProgress:
@@ -66,7 +106,7 @@ class SweepState:
             self._check(job)
 
     def _read(self) -> dict[str, dict[str, Any]]:
-        content = self._plan.folder.read_note()
+        content = self._plan.folder.read_note(SweepNote)
         if not content:
             return {}
         if content.get("identity") != self._plan.identity:
@@ -74,10 +114,7 @@ class SweepState:
                 f"{self._plan.folder.path} is a sweep of another model, {str(content.get('model'))[:40]}",
                 fix="choose another output",
             )
-        records = content.get("jobs")
-        if not isinstance(records, dict) or not all(isinstance(record, dict) for record in records.values()):
-            raise damaged(self._plan.folder.note)
-        return records
+        return dict(content["jobs"])
 
     def _check(self, job: SweepJob) -> None:
         """Raises OutputError if the folder of a job holds an artefact of another request."""
@@ -179,10 +216,7 @@ def _peer_sizes(target: str | Path, parameters: int) -> tuple[str, dict[str, Any
 def _digest(artefact: Path) -> str:
     """Returns a hash of what quantry.json says about an artefact, without its proof."""
     card = read_artefact(artefact)
-    try:
-        facts = {key: card[key] for key in ("quantry", "preset", *SIZES, "recipe", "files")}
-    except KeyError as error:
-        raise damaged(artefact) from error
+    facts = {key: card[key] for key in ("quantry", "preset", *SIZES, "recipe", "files")}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 

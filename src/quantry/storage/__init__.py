@@ -1,4 +1,7 @@
-"""Where Quantry stores things: its cache folder, the names of files that several rooms use, and its TOML data."""
+"""Where Quantry stores things: its cache folder, the names of files that several rooms use, and its TOML data.
+
+reading.py reads back what was stored, shape.py says what is wrong with it.
+"""
 
 import os
 import tomllib
