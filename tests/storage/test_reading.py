@@ -200,10 +200,11 @@ def test_a_large_recipe_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
 
 
 def test_a_card_without_a_recipe_says_so() -> None:
-    for recipe in (
+    recipes: tuple[dict[str, Any], ...] = (
         {},
         {"preset": {}},
         {"preset": {"name": "w4a16", "scheme": {"weight": {"block": []}}}, "format": "x", "rules": []},
-    ):
+    )
+    for recipe in recipes:
         with pytest.raises((CheckpointError, QuantryError)):
             from_card({"recipe": recipe})

@@ -91,6 +91,7 @@ class ArtefactNote(TypedDict, total=False):
     quantry: str
     versions: dict[str, str]
     source: str
+    source_identity: str
     preset: str
     format: str
     parameters: int

@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from quantry import __version__
@@ -25,6 +24,7 @@ from quantry.jobs.load.scenario import Concurrency, Lengths, Load, Profile
 from quantry.jobs.load.slo import SloFinding, check_limits, judge
 from quantry.jobs.output_folder import write_json, writing
 from quantry.models.writer import write_atomically
+from quantry.storage.temporary import temporary_folder
 from quantry.types import Progress
 
 GAIN = 1.1  # a sweep ends when twice the requests at once give less than this times the tokens
@@ -130,10 +130,10 @@ def _measured(
     progress: Progress | None,
 ) -> tuple[tuple[Level, ...], str]:
     """Measures all levels with a running guidellm, or with one that it starts; returns its version too."""
-    with TemporaryDirectory(prefix="quantry-tokenizer-") as spare:
+    with temporary_folder() as spare:
         counted_with = None
         if tokenizer is not None or load.dataset is None:  # prompts of a data set have their own lengths
-            counted_with = endpoint.tokenizer(server, None if tokenizer is None else str(tokenizer), Path(spare))
+            counted_with = endpoint.tokenizer(server, None if tokenizer is None else str(tokenizer), spare)
         server.ask(chat=load.chat, patience=load.timeout)
         offline = not load.is_on_hub and (counted_with is None or Path(counted_with).is_dir())
         started = guidellm_process.started
