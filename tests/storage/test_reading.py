@@ -9,6 +9,7 @@ from typing import Any, Literal, Required, TypedDict
 
 import pytest
 
+import quantry
 from demo_artefacts import quantized_demo
 from depth import rounds, sampled
 from mutations import damaged_json
@@ -194,9 +195,10 @@ def test_a_large_recipe_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     with file.open("wb") as opened:
         opened.truncate(20 << 20)
-    for read in (read_plan, read_recipe):
-        with pytest.raises(RecipeError, match="more than 16,777,216 bytes"):
-            read(file)
+    with pytest.raises(RecipeError, match="more than 16,777,216 bytes"):
+        read_plan(file, quantry.inspect("demo"))
+    with pytest.raises(RecipeError, match="more than 16,777,216 bytes"):
+        read_recipe(file)
 
 
 def test_a_card_without_a_recipe_says_so() -> None:

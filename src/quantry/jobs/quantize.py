@@ -19,6 +19,7 @@ from quantry.models.workspace import check_room, check_target, recover
 from quantry.numerics.device import device as computing
 from quantry.quantizing import card
 from quantry.quantizing.calibration.options import CalibrationOptions
+from quantry.quantizing.lacks import lacks
 from quantry.quantizing.makers.reader import WeightReader
 from quantry.quantizing.pipeline import WriteJob, write
 from quantry.quantizing.recipe import AUTO, KEYS, Recipe, build
@@ -170,7 +171,8 @@ class QuantizeJob:
     def _notes(self) -> list[str]:
         mixture = self._options.mixture
         predicted = [f"The predicted divergence is {mixture.damage:.3g} nats a token."] if mixture else []
-        return [*predicted, *(self._calibrator.notes if self._calibrator else ()), *_cache_notes(self._recipe)]
+        calibrated = self._calibrator.notes if self._calibrator else ()
+        return [*predicted, *calibrated, *_cache_notes(self._recipe), *lacks(self._checkpoint)]
 
     def _extra_files(self) -> dict[str, bytes]:
         mixture = self._options.mixture
@@ -231,13 +233,20 @@ def _recipe(
     given = [key for key in ("preset", "recipe", "plan") if settings[key] is not None]
     if len(given) != 1:
         raise RecipeError(f"{len(given)} of --preset, --recipe and --plan are given", fix="give exactly one of them")
-    read = {"recipe": read_recipe, "plan": read_plan}.get(given[0])
-    written = read(Path(settings[given[0]]).expanduser()) if read else {}
+    written = _written(model, given[0], settings[given[0]])
     recipe = build({**written, **{key: settings[key] for key in KEYS & settings.keys() if settings[key] is not None}})
     imatrix = settings["imatrix"]
     vectors = importance_of(imatrix, recipe)
     known = vectors.sha256 if vectors else AUTO if str(imatrix) == AUTO else None
     return replace(recipe, imatrix=known), replace(options, importance=vectors)
+
+
+def _written(model: str | Path, option: str, value: str | Path) -> Mapping[str, Any]:
+    """Returns the settings of a recipe file or of a plan for this model."""
+    file = Path(value).expanduser()
+    if option == "plan":
+        return read_plan(file, sixteen_bit(open_checkpoint(model)))
+    return read_recipe(file) if option == "recipe" else {}
 
 
 def _refuse(settings: Mapping[str, Any], unused: tuple[str, ...], why: str, fix: str) -> None:

@@ -11,13 +11,12 @@ LIMITS = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 1 << 26),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size", "word_embed_proj_dim"), 1 << 20),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size", "d_ff", "d_inner"), 1 << 24),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 1 << 14),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "num_heads", "n_heads"), 1 << 16),
     **dict.fromkeys(("head_dim", "v_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim"), 1 << 16),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "global_head_dim", "state_size", "conv_kernel"), 1 << 20),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), 1 << 16),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "sliding_window"), 1 << 40),
-}
+}  # layers have theirs in attention.py
 
 
 def check_sizes(config: Mapping[str, Any], name: str) -> None:
