@@ -24,6 +24,7 @@ from mutations import damaged_bytes, damaged_json, damaged_safetensors, damaged_
 
 SECONDS = 60.0
 MEMORY = 6 << 30  # bytes that a command may map beyond what is imported
+MEMORY_USED = 3 << 30  # bytes that it may use
 DEMO = Path(quantry.__file__).parent / "demo"
 ARTEFACT = "artefact"
 RECIPE = """preset = "w4a16"

@@ -9,6 +9,7 @@ from typing import Any
 import gguf
 import pytest
 
+from changed_gguf import changed_gguf
 from command import command
 from quantry.engines.contract.options import Options
 from quantry.errors import QuantryError
@@ -98,29 +99,10 @@ def test_an_onnx_folder(tmp_path: Path) -> None:
 # ---- what is said before the first request ----
 
 
-def without(q8: Path, folder: Path, **changes: Any) -> Path:
-    """The demo's GGUF file without its chat template, or with other tokens."""
-    reader = gguf.GGUFReader(q8)
-    writer = gguf.GGUFWriter(folder / "changed.gguf", "llama")
-    for name, field in reader.fields.items():
-        if name.startswith("GGUF.") or name == "general.architecture" or (name in changes and changes[name] is None):
-            continue
-        kind = field.types[0]
-        value = changes.get(name, field.contents())
-        writer.add_key_value(name, value, kind, field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return folder / "changed.gguf"
-
-
 def test_a_draft_with_another_vocabulary_is_refused(q8: Path, tmp_path: Path) -> None:
     assert prepare(q8, Options(draft=q8, port=0)).serving.draft == q8
     tokens = gguf.GGUFReader(q8).fields["tokenizer.ggml.tokens"].contents()
-    other = without(q8, tmp_path, **{"tokenizer.ggml.tokens": list(reversed(tokens))})
+    other = changed_gguf(q8, tmp_path / "changed.gguf", {"tokenizer.ggml.tokens": list(reversed(tokens))})
     with pytest.raises(
         QuantryError, match=r"changed.gguf has another vocabulary than .*: 4,0.. of its first 4,096 tokens"
     ):
@@ -135,7 +117,7 @@ def test_a_draft_of_another_size(make_folder: MakeFolder) -> None:
 
 def test_a_model_without_a_chat_template_is_named(q8: Path, tmp_path: Path) -> None:
     assert prepare(q8, Options(port=0)).warnings == ()
-    plain = without(q8, tmp_path, **{"tokenizer.chat_template": None})
+    plain = changed_gguf(q8, tmp_path / "changed.gguf", {"tokenizer.chat_template": None})
     (warning,) = prepare(plain, Options(port=0)).warnings
     assert "changed has no chat template" in warning
     assert prepare(plain, Options(port=0, extra=("--chat-template", "chatml"))).warnings == ()

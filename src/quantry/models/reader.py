@@ -10,7 +10,7 @@ from typing import Any
 
 from quantry.errors import CheckpointError, ConfigError, ModelNotFoundError
 from quantry.models import gguf, safetensors
-from quantry.models.config_sizes import check_sizes
+from quantry.models.config_numbers import check_numbers
 from quantry.models.files import SMALL_FILE_LIMIT, CheckpointFiles, LocalFiles, read_small
 from quantry.models.hub import HUB_ID, HubFiles
 from quantry.storage.temporary import temporary_folder
@@ -107,7 +107,7 @@ def _open_folder(files: CheckpointFiles, source: str) -> Checkpoint:
 def _open_safetensors(files: CheckpointFiles, source: str) -> Checkpoint:
     tensors = safetensors.read_tensors(files)
     config = _read_json(files, "config.json", fix="copy it from the original model")
-    check_sizes(config, f"{files.label}/config.json")
+    check_numbers(config, f"{files.label}/config.json")
     return Checkpoint(
         source=source,
         format="safetensors",

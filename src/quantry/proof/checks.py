@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from quantry.errors import CheckpointError, QuantryError
 from quantry.llamacpp.model import LlamaModel
+from quantry.llamacpp.trial import check_loads
 from quantry.models.attention import text_config
 from quantry.models.reader import DEMO, demo_folder
 from quantry.proof.sources import ModelSource, check_finished, open_source, tokenizer
@@ -170,6 +171,7 @@ class GgufTokenizer(ModelTokenizer):
     fix = REWRITE
 
     def __init__(self, source: ModelSource) -> None:
+        check_loads(source.path)
         self._model = LlamaModel(source.path, context=CONTEXT)
         super().__init__(source)
 

@@ -14,6 +14,7 @@ from quantry.blockwise import walk
 from quantry.engines.contract.catalogue import verifying
 from quantry.errors import CheckpointError, QuantryError
 from quantry.llamacpp.model import LlamaModel
+from quantry.llamacpp.trial import check_loads
 from quantry.proof.served.contract import ScoringEngine
 from quantry.proof.served.engines import scoring_engine
 from quantry.proof.served.llama_cpp import gguf_file
@@ -119,7 +120,8 @@ def served_model(source: ModelSource, engine: str, python: Path | None, device: 
     """Runs a model in the engine that serves it. One in another process only generates; torch scores choices."""
     if verifying()[engine].embedded:
         longest = source.config.get("max_position_embeddings") or CONTEXT
-        with LlamaModel(gguf_file(source.path), context=min(CONTEXT, longest)) as model:
+        check_loads(file := gguf_file(source.path))
+        with LlamaModel(file, context=min(CONTEXT, longest)) as model:
             yield LlamaAnswers(model)
         return
     yield ProcessAnswers(*_in_torch(source, device), scoring_engine(engine, python), source.path)

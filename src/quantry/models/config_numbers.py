@@ -1,6 +1,7 @@
-"""The sizes in a config.json: every one that models are built by is a whole number below a limit, or refused."""
+"""The numbers in a config.json that models are built by: sizes below a limit, factors of 0 or more; or refused."""
 
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
 from quantry.errors import ConfigError
@@ -18,9 +19,11 @@ LIMITS = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "sliding_window"), 1 << 40),
 }  # layers have theirs in attention.py
 
+FACTORS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps", "rope_theta")
 
-def check_sizes(config: Mapping[str, Any], name: str) -> None:
-    """Raises ConfigError, which names the size, if one of a config or of its parts is none or beyond its limit."""
+
+def check_numbers(config: Mapping[str, Any], name: str) -> None:
+    """Raises ConfigError, which names the key, if a number of a config or of its parts is none or beyond its limit."""
     for part in (config, *(value for value in config.values() if isinstance(value, Mapping))):
         for key, limit in LIMITS.items():
             values = part.get(key)
@@ -30,9 +33,18 @@ def check_sizes(config: Mapping[str, Any], name: str) -> None:
                         f"{name} gives {key} as {ascii(value)[:40]}, not a whole number up to {limit:,}",
                         fix="copy it from the original model",
                     )
+        for key in FACTORS:  # a negative one ends llama.cpp in one of its threads
+            value = part.get(key)
+            if value is not None and not (_is_number(value) and isfinite(value) and value >= 0):
+                raise ConfigError(
+                    f"{name} gives {key} as {ascii(value)[:40]}, not a number of 0 or more",
+                    fix="copy it from the original model",
+                )
 
 
 def _is_size(value: Any, limit: int) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return -1 <= value <= limit and value == int(value)
+    return _is_number(value) and -1 <= value <= limit and value == int(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
