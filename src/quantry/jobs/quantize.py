@@ -83,8 +83,7 @@ def quantize(
     }  # fmt: skip
     text = CalibrationOptions(data, samples, length, low_memory)
     options = JobOptions(computing(device), text, keep_odd, overwrite=overwrite)
-    choose = _mixture if preset == AUTO else _recipe
-    chosen, options = choose(model, settings, options, progress)
+    chosen, options = (_mixture if preset == AUTO else _recipe)(model, settings, options, progress)
     job = QuantizeJob(model, out, _in_sequence(chosen, sequential), options)
     if not overwrite and (out / ARTEFACT_FILE).is_file():
         return job.finished()
