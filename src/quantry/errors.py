@@ -4,6 +4,8 @@ The command line prints the message without a traceback and exits with `exit_cod
 bug.
 """
 
+STOPS = (KeyboardInterrupt, SystemExit, GeneratorExit)  # what `except BaseException` must let pass
+
 
 class QuantryError(Exception):
     """Base of all errors caused by input or environment, not by a bug."""

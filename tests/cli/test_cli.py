@@ -44,7 +44,7 @@ def test_flags_are_frozen() -> None:
             "--tokenizer", "-o", "url",
         ],
         "chat": ["--api-key", "--max-tokens", "--model", "--system", "--temperature", "url"],
-        "convert": ["--dry-run", "--json", "--output", "--requantize", "--to", "-o", "source"],
+        "convert": ["--dry-run", "--json", "--output", "--overwrite", "--requantize", "--to", "-o", "source"],
         "diff": ["--device", "--json", "--length", "--text", "--windows", "a", "b"],
         "hardware": ["--gpu", "--json"],
         "inspect": ["--json", "model"],
@@ -57,7 +57,7 @@ def test_flags_are_frozen() -> None:
         "presets": ["--json"],
         "quantize": [
             "--budget", "--data", "--device", "--dry-run", "--format", "--gpu", "--group", "--imatrix", "--input-scales", "--json",
-            "--keep-odd", "--kv", "--length", "--low-memory", "--output", "--plan", "--preset", "--recipe", "--report",
+            "--keep-odd", "--kv", "--length", "--low-memory", "--output", "--overwrite", "--plan", "--preset", "--recipe", "--report",
             "--rounder", "--samples", "--sequential", "--transform", "-o", "model",
         ],
         "run": [

@@ -364,6 +364,124 @@ def test_the_embedded_engine_has_the_names_that_are_read(session: Session) -> No
     assert set(told.prefix_hit_rate.under) <= set(parse(session.metrics))
 
 
+# ---- a server that fails ----
+
+
+class Breakable(http.server.ThreadingHTTPServer):
+    """An OpenAI server of four tokens an answer, which answers 500 after so many requests, and keeps all prompts."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), BreakableHandler)
+        self.answers = 10**9
+        self.prompts: list[str] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class BreakableHandler(http.server.BaseHTTPRequestHandler):
+    server: Breakable
+
+    def do_GET(self) -> None:
+        self.answer(200 if self.path == "/v1/models" else 404, json.dumps({"data": [{"id": "m"}]}))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.prompts.append(body["prompt"])
+        self.server.answers -= 1
+        usage = {"prompt_tokens": 8, "completion_tokens": 4, "total_tokens": 12}
+        pieces = [{"choices": [{"index": 0, "text": word}]} for word in ("a", "b", "c", "d")] + [
+            {"choices": [], "usage": usage}
+        ]
+        events = "".join(f"data: {json.dumps({'id': '1', **piece})}\n\n" for piece in pieces)
+        whole = events + "data: [DONE]\n\n" if body.get("stream") else json.dumps({**pieces[0], "usage": usage})
+        self.answer(500 if self.server.answers < 0 else 200, whole)
+
+    def answer(self, status: int, body: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "text/event-stream" if body.startswith("data") else "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Broken:
+    """Loads on a server that fails: results by what was done to it, and the prompts of each."""
+
+    results: dict[str, Bench]
+    prompts: dict[str, set[str]]
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Broken:
+    demo = Path(quantry.__file__).parent / "demo"
+    usual: dict[str, Any] = {
+        "requests": 4,
+        "prompt_tokens": 8,
+        "answer_tokens": 4,
+        "tokenizer": demo,
+        "concurrency": [1, 2],
+    }
+    runs: dict[str, dict[str, Any]] = {
+        "in the middle": {"answers": 1 + 4 + 2, "seed": 7},  # of the second level, after the request that warms up
+        "between levels": {"answers": 1 + 4, "seed": 7, "slo": {"error_rate": 1.0}},
+        "in a sweep": {"answers": 1 + 4, "concurrency": "sweep"},
+        "allowed": {"answers": 1 + 2, "slo": {"error_rate": 0.9}, "concurrency": [1]},
+    }
+
+    def make(_: Path) -> Broken:
+        results, prompts = {}, {}
+        with Breakable() as server, guidellm_process.started(None, offline=True) as running:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            for name, options in runs.items():
+                server.answers, server.prompts = options.pop("answers", 10**9), []
+                results[name] = bench(server.url, started=running, **{**usual, **options})
+                prompts[name] = {prompt for prompt in server.prompts if prompt != "Hello"}
+            server.shutdown()
+        return Broken(results, prompts)
+
+    done: Broken = recorded(tmp_path_factory, "bench-broken", make)
+    return done
+
+
+@pytest.mark.parametrize("failure", ["in the middle", "between levels", "in a sweep"])
+def test_requests_that_fail_fail_the_load(broken: Broken, failure: str) -> None:
+    result = broken.results[failure]
+    assert result.levels[-1].errors > 0
+    assert (result.verdict, result.best, result.verdict_words) == ("fail", "1 at once", "requests failed")
+
+
+def test_a_limit_may_allow_requests_to_fail(broken: Broken) -> None:
+    result = broken.results["allowed"]
+    assert result.levels[0].errors > 0
+    assert (result.verdict, result.best) == ("pass", "1 at once")
+
+
+def test_a_load_with_failures_is_exit_code_1(broken: Broken, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "bench", lambda *_, **__: broken.results["between levels"])
+    shown = command("bench", "http://127.0.0.1:9")
+    assert shown.returncode == 1
+    assert "requests failed" in shown.stdout
+
+
+def test_each_run_has_prompts_of_its_own_unless_a_seed_repeats_them(broken: Broken) -> None:
+    prompts, results = broken.prompts, broken.results
+    assert prompts["between levels"] & prompts["in the middle"], "of one seed"
+    assert any("seed 7" in note for note in results["in the middle"].notes)
+    assert not prompts["in a sweep"] & (prompts["allowed"] | prompts["in the middle"])
+    assert not any("seed" in note for note in results["in a sweep"].notes)
+
+
+def test_a_server_that_is_gone_is_said_to_be() -> None:
+    gone = endpoint.Endpoint("http://127.0.0.1:9", "m", None, ())
+    assert "cannot be reached" in endpoint.problem_of(gone)
+
+
 # ---- the endpoint ----
 
 

@@ -255,6 +255,27 @@ def test_another_text_is_measured_anew(again: Path, finished: tuple[Path, Sweep]
     assert set(json.loads((again / "sweep.json").read_text())["jobs"]) == {*NAMES, "other.gguf"}
 
 
+def test_fewer_presets_drop_no_row(again: Path, finished: tuple[Path, Sweep]) -> None:
+    """What is not asked for now stays in the table, after what is, with its figures and its place on the frontier."""
+    asked = "w4a16:group=64,format=compressed-tensors"
+    done = sweep("demo", again, presets=asked, **TEXT)
+    assert [row.name for row in done.rows] == [NAMES[1], *(name for name in NAMES if name != NAMES[1]), "other.gguf"]
+    assert by_name(done) == by_name(finished[1])
+    assert set(by_name(done)) == {row["name"] for row in json.loads((again / "sweep.json").read_text())["rows"]}
+    assert all(name in (again / "report.html").read_text() for name in NAMES)
+    shutil.rmtree(again / NAMES[0])
+    assert NAMES[0] not in by_name(sweep("demo", again, presets=asked, **TEXT)), "it is gone"
+
+
+def test_figures_of_other_windows_are_not_compared(again: Path) -> None:
+    done = sweep("demo", again, presets=NAMES[0], **{**TEXT, "windows": 1})
+    others = [row for row in done.rows if row.name != NAMES[0]]
+    assert len(others) == len(NAMES)
+    assert all(row.kl is None and row.bytes and not row.frontier and row.problem is None for row in others)
+    assert sum(f"measured with windows {TEXT['windows']}, not 1" in note for note in done.notes) == len(others)
+    assert done.complete
+
+
 def test_another_file_under_a_peers_name(
     again: Path, tmp_path: Path, finished: tuple[Path, Sweep], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -101,7 +101,9 @@ class BlockJob:
         self.spy, self._maker, self._container = spy, target.maker(reader), target.container(folder)
         recorded = replace(recipe, calibration=prepared.record)
         planned = card.plan(str(folder), out, recorded, dissect(checkpoint), target.plan)
-        self._job = pipeline.WriteJob(checkpoint, folder, recorded, target.plan, planned, self._container, 30_000)
+        self._job = pipeline.WriteJob(
+            checkpoint, folder, recorded, target.plan, planned, self._container, 30_000, "tiny"
+        )
         self.notes: tuple[str, ...] = ()
         self._checkpoint, self._options = checkpoint, options
 

@@ -158,5 +158,5 @@ def test_command(llama: Path, tmp_path: Path) -> None:
     done = run("convert", str(tmp_path / "one"), "-o", str(tmp_path / "two"), "--to", "gptq")
     assert done.returncode == 0, done.stderr
     assert "14 layers quantized" in done.stdout
-    again = run("convert", str(tmp_path / "one"), "-o", str(tmp_path / "two"), "--to", "gptq")
+    again = run("convert", str(tmp_path / "one"), "-o", str(tmp_path / "two"), "--to", "bf16")
     assert (again.returncode, len(again.stderr.splitlines())) == (2, 1)

@@ -297,7 +297,7 @@ def test_bad_recipes(llama: Path, tmp_path: Path) -> None:
         'preset = "w4a16"\nrulez = 1': "unknown key 'rulez'",
         'preset = "w4a16"\n[[rules]]\nmatch = "x"': "not have exactly one of preset, type and keep",
         'preset = "w4a16"\n[[rules]]\nmatch = "*.q_proj"\npreset = "w8a16"': "are fused by engines but get different presets",
-        "nonsense": "cannot be parsed",
+        "nonsense": "is not TOML",
         'preset = "w4a16"\n[[rules]]\nmatch = "*"\nkeep = true': "no layer of",
     }.items():
         recipe.write_text(text)

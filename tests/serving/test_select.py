@@ -2,15 +2,23 @@
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 
+from changed_gguf import changed_gguf
+from command import command
 from quantry.engines.contract.options import Options
 from quantry.errors import QuantryError
 from quantry.serving import select
-from quantry.serving.prepare import prepare
+from quantry.serving.embedded import END
+from quantry.serving.prepare import prepare, serve
+from quantry.serving.process import Running
+from quantry.serving.template import template_warning
+from quantry.serving.vocabulary import check_draft
 from tiny_files import LLAMA, MakeFolder
 
 
@@ -86,3 +94,57 @@ def test_an_onnx_folder(tmp_path: Path) -> None:
     found = select.open_model(folder)
     assert (found.format, found.context, found.name) == ("onnx", 2048, "built")
     assert select.select(found, None, None) == "onnxruntime"
+
+
+# ---- what is said before the first request ----
+
+
+def test_a_draft_with_another_vocabulary_is_refused(q8: Path, tmp_path: Path) -> None:
+    assert prepare(q8, Options(draft=q8, port=0)).serving.draft == q8
+    tokens = gguf.GGUFReader(q8).fields["tokenizer.ggml.tokens"].contents()
+    other = changed_gguf(q8, tmp_path / "changed.gguf", {"tokenizer.ggml.tokens": list(reversed(tokens))})
+    with pytest.raises(
+        QuantryError, match=r"changed.gguf has another vocabulary than .*: 4,0.. of its first 4,096 tokens"
+    ):
+        prepare(q8, Options(draft=other, port=0))
+
+
+def test_a_draft_of_another_size(make_folder: MakeFolder) -> None:
+    model, draft = make_folder(), make_folder({**LLAMA, "vocab_size": 50_000}, name="draft")
+    with pytest.raises(QuantryError, match="it has 50,000 tokens and the model"):
+        check_draft(select.open_model(model), select.open_model(draft))
+
+
+def test_a_model_without_a_chat_template_is_named(q8: Path, tmp_path: Path) -> None:
+    assert prepare(q8, Options(port=0)).warnings == ()
+    plain = changed_gguf(q8, tmp_path / "changed.gguf", {"tokenizer.chat_template": None})
+    (warning,) = prepare(plain, Options(port=0)).warnings
+    assert "changed has no chat template" in warning
+    assert prepare(plain, Options(port=0, extra=("--chat-template", "chatml"))).warnings == ()
+    with serve(plain, port=0, threads=1, context=128) as running:
+        assert "changed.gguf has no chat template" in template_warning(running.url, None)
+
+
+def test_a_server_with_a_template_is_not_named(server: Running) -> None:
+    assert template_warning(server.url, None) == ""
+    assert template_warning("http://127.0.0.1:9", None) == ""
+
+
+def test_the_command_that_is_shown_serves_without_a_terminal(q8: Path) -> None:
+    """A service manager gives no standard input: the word that ends the server with it is for our own processes."""
+    shown = command("serve", q8, "--port", "0", "--dry-run")
+    assert shown.returncode == 0, shown.stderr
+    assert END not in shown.stdout
+    prepared = prepare(q8, Options(port=0))
+    assert END not in prepared.to_dict()["command"]
+    assert prepared.launch.ends_with == (END,)
+
+
+@pytest.mark.skipif(find_spec("fastapi") is not None, reason="transformers can serve here")
+def test_an_engine_without_its_server_is_refused_before_it_starts() -> None:
+    refused = command("serve", "demo", "--engine", "transformers", "--port", "0")
+    assert refused.returncode == 2
+    assert "transformers is installed for" in refused.stderr
+    assert "without its server, which needs fastapi" in refused.stderr
+    assert "quantry quantize demo --preset gguf-bf16" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1

@@ -4,14 +4,13 @@ A command's file is found by its name (see registry.py). Its function `command` 
 name and prints the result. It imports what it needs when it runs, so `quantry --help` is instant.
 """
 
-import sys
 from typing import Annotated, NoReturn
 
 import typer
 
 from quantry import __version__, registry
+from quantry.cli._ending import ending, forgiving_output
 from quantry.cli._flags import ListingCommand
-from quantry.errors import QuantryError
 
 app = typer.Typer(
     name="quantry",
@@ -43,13 +42,8 @@ for _name in registry.choices("quantry.cli"):
 
 
 def main() -> NoReturn:
-    """Runs the command line; a QuantryError becomes one line on standard error and its exit code."""
-    try:
+    """Runs the command line and exits with the code of its ending (see _ending.py)."""
+    forgiving_output()
+    with ending():
         app()
-    except QuantryError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("interrupted; started again, a job continues where it stopped", file=sys.stderr)
-        sys.exit(130)
-    sys.exit(0)
+    raise SystemExit(0)

@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 from quantry import registry
+from quantry.cli._ending import ending
 
 PromptTokens = Annotated[
     str, typer.Option(help="Tokens of a prompt: 256, or a distribution as 256,stdev=64,min=16,max=512.")
@@ -34,7 +35,7 @@ EnginePython = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 Checkpoint = Annotated[str, typer.Argument(help="A folder, a hub id (owner/name) or the word demo.")]
-NewFolder = Annotated[Path, typer.Option("-o", "--output", help="The folder to write; new or empty.")]
+NewFolder = Annotated[Path, typer.Option("-o", "--output", help="The folder to write; new, empty, or of the same job.")]
 Use = Annotated[str | None, typer.Option("--for", help="What the model is for: {uses}.")]
 Text = Annotated[Path | None, typer.Option(help="A text file to measure on; else the stories of the demo.")]
 Windows = Annotated[int, typer.Option(help="Windows of the text to measure on; 0 for all.")]
@@ -47,6 +48,7 @@ Data = Annotated[
 Samples = Annotated[int | None, typer.Option(help="Windows to calibrate on; 128 if left out.")]
 SampleLength = Annotated[int | None, typer.Option(help="Tokens of a window to calibrate on; 2048 if left out.")]
 Device = Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Make it anew, in place of an artefact that is there.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and stop.")]
 Report = Annotated[
     bool, typer.Option("--report/--no-report", help="Write report.html and report.png beside the model.")
@@ -54,7 +56,11 @@ Report = Annotated[
 
 
 class ListingCommand(TyperCommand):
-    """A command whose help texts list names."""
+    """A command whose help texts list names, and which ends in one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with ending():  # before typer, which takes any EOFError for the end of the input
+            return super().invoke(ctx)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         for parameter in self.params:

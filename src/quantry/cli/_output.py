@@ -81,21 +81,26 @@ def announce(artefact: "Artefact") -> None:
     )
 
 
-def write_report(folder: "Path") -> "Path":
-    """Writes report.html and report.png into the folder of an artefact and returns the path of the page."""
-    from quantry.jobs.artefact_report import content_of, write
+def write_report(folder: "Path", *, missing: bool = False) -> "Path":
+    """Writes report.html and report.png into a folder, with `missing` only if one is not there; returns the page."""
+    from quantry.jobs.artefact_report import PAGE, PICTURE, content_of, write
 
+    if missing and all((folder / name).is_file() for name in (PAGE, PICTURE)):
+        return folder / PAGE
     return write(folder, content_of(folder))
 
 
 def finish(artefact: "Artefact", dry_run: bool, json: bool, page: "Path | None" = None) -> None:
     """Prints what was written: everything as JSON, or notes and paths."""
+    from quantry.quantizing.card import FINISHED
+
     if json:
         print_json(artefact.to_dict())
     elif not dry_run:
         for note in artefact.notes:
             typer.echo(note)
-        typer.echo(f"wrote {artefact.path}")
+        if FINISHED not in artefact.notes:
+            typer.echo(f"wrote {artefact.path}")
         if page:
             typer.echo(f"report: {page}")
 

@@ -44,10 +44,12 @@ def command(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder for bench.json and bench.html.")] = None,
     guidellm_python: GuidellmPython = None,
     timeout: Annotated[float, typer.Option(help="Seconds that one request may take.")] = 600.0,
-    seed: Annotated[int, typer.Option(help="Of the prompts that are made up.")] = 42,
+    seed: Annotated[
+        int | None, typer.Option(help="Repeats the prompts of a run that had it; a new one for every run if left out.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Measure a server under load; exit code 1 if it does not keep a limit given with --slo."""
+    """Measure a server under load; exit code 1 if requests fail or it does not keep a limit given with --slo."""
     from quantry.jobs.load.bench import bench
     from quantry.jobs.load.slo import parse_limits
 
@@ -95,7 +97,7 @@ def picture(result: "Bench") -> list["RenderableType"]:
         mark = ("✓ ", "green") if finding.ok else ("✗ ", "red")
         lines.append(Text.assemble(mark, finding.words))
     if result.verdict:
-        lines.append(Text("keeps the limits" if result.verdict == "pass" else "does not keep the limits", "bold"))
+        lines.append(Text(result.verdict_words, "bold"))
     if result.best:
         limits = " that keeps the limits" if result.slo else ""
         lines.append(Text(f"fastest level{limits}: {result.best}"))

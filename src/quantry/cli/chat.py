@@ -32,9 +32,12 @@ def command(
 ) -> None:
     """Talk to a running server and read answers as they are made; /new starts over, Ctrl-D or Ctrl-C ends."""
     from quantry.serving.client import Server
+    from quantry.serving.template import template_warning
 
     options = {"max_tokens": max_tokens, "temperature": temperature}
     with Server(url, key=api_key, model=model) as server:
+        if warning := template_warning(url, api_key):
+            typer.echo(f"warning: {warning}", err=True)
         typer.echo(f"{server.model} at {server.url}; {NEW} starts over, Ctrl-D ends", err=True)
         try:
             _talk(server, system, {name: value for name, value in options.items() if value is not None})

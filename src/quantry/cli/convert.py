@@ -19,6 +19,7 @@ def command(
     output: flags.NewFolder,
     to: To,
     requantize: Requantize = None,
+    overwrite: flags.Overwrite = False,
     dry_run: flags.DryRun = False,
     json: flags.Json = False,
 ) -> None:
@@ -31,6 +32,7 @@ def command(
             output,
             to=to,
             requantize=requantize,
+            overwrite=overwrite,
             dry_run=dry_run,
             announce=None if json else announce,
             progress=progress,

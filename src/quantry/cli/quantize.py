@@ -64,6 +64,7 @@ def command(
     sequential: Sequential = None,
     low_memory: LowMemory = False,
     keep_odd: KeepOdd = False,
+    overwrite: flags.Overwrite = False,
     dry_run: flags.DryRun = False,
     device: flags.Device = "cpu",
     report: flags.Report = True,
@@ -73,6 +74,7 @@ def command(
     from dataclasses import replace
 
     from quantry.jobs.quantize import quantize
+    from quantry.quantizing.card import FINISHED
 
     announced: list[str] = []  # notes that were printed before the work began
 
@@ -86,8 +88,8 @@ def command(
             model, output, preset=preset, recipe=recipe, plan=plan, format=format, group=group, budget=budget, gpu=gpu,
             rounder=rounder, transform=transform, imatrix=imatrix, input_scales=input_scales, kv=kv, data=data,
             samples=samples, length=length, sequential=sequential, low_memory=low_memory, keep_odd=keep_odd,
-            dry_run=dry_run, device=device, announce=None if json else tell, progress=progress,
+            overwrite=overwrite, dry_run=dry_run, device=device, announce=None if json else tell, progress=progress,
         )  # fmt: skip
-    page = write_report(output) if report and not dry_run else None
+    page = write_report(output, missing=FINISHED in artefact.notes) if report and not dry_run else None
     new = tuple(note for note in artefact.notes if note not in announced)
     finish(replace(artefact, notes=new), dry_run, json, page)

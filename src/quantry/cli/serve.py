@@ -50,6 +50,9 @@ def _run(prepared: "ServerPlan", log: Path | None, patience: float, *, quiet: bo
     """Serves until the engine ends or a signal comes; if it ends by itself, that is an error with its exit code."""
     from quantry.serving.process import ended_by_signals, start
 
+    prepared.check_installed()
+    for warning in prepared.warnings:
+        typer.echo(f"warning: {warning}", err=True)
     try:
         with ended_by_signals():
             for where, why, words in prepared.elsewhere:
@@ -81,9 +84,11 @@ def _ready(prepared: "ServerPlan", running: "Running") -> str:
     from json import dumps
     from shlex import quote
 
-    body = dumps({"model": running.model, "messages": [{"role": "user", "content": "Hello!"}]})
+    chats = not prepared.warnings
+    asked = {"messages": [{"role": "user", "content": "Hello!"}]} if chats else {"prompt": "Once upon a time"}
+    body, path = dumps({"model": running.model, **asked}), "chat/completions" if chats else "completions"
     key = f' -H "Authorization: Bearer ${API_KEY}"' if prepared.serving.api_key else ""
-    ask = f"curl {running.url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {quote(body)}"
+    ask = f"curl {running.url}/v1/{path} -H 'Content-Type: application/json'{key} -d {quote(body)}"
     rows = {
         "URL": f"{running.url}/v1",
         "model": running.model,

@@ -1,6 +1,5 @@
 """Reads what an artefact says about itself in quantry.json; every field is checked, since users may edit the file."""
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from quantry.errors import CheckpointError
+from quantry.quantizing.artefact_file import AGAIN, read_artefact_file
 from quantry.quantizing.recipe import presets
 from quantry.report.content import Interval
 from quantry.storage import ARTEFACT_FILE
 
 MANY = 12  # rules of a recipe; beyond, they are counted
-AGAIN = "write the artefact again with quantry quantize"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,25 +117,14 @@ class ArtefactCard:
 
 
 def read_card(folder: Path) -> ArtefactCard:
-    """Reads quantry.json of an artefact. Raises CheckpointError if there is none or it is not a JSON object."""
+    """Reads quantry.json of an artefact. Raises CheckpointError if there is none or it is damaged."""
     file = folder / ARTEFACT_FILE
     if not file.is_file():
         raise CheckpointError(
             f"{folder} has no {ARTEFACT_FILE}, so nothing is known of how it was made",
             fix="give a folder that quantry quantize wrote",
         )
-    return ArtefactCard(read_json(file))
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Reads a JSON object. Raises CheckpointError if the file cannot be read or holds something else."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {error.strerror}", fix="check its permissions") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not JSON ({str(error)[:80]})", fix=AGAIN) from error
-    return dict(mapping(content, str(file)))
+    return ArtefactCard(read_artefact_file(folder))
 
 
 def figure(figures: Mapping[str, Any], name: str) -> tuple[float | None, Interval | None]:

@@ -7,12 +7,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from quantry.errors import CheckpointError
-from quantry.jobs.artefact_card import AGAIN, read_json
 from quantry.models.already_quantized import weights_of
 from quantry.models.attention import block_count
 from quantry.models.linears import EXPERT
 from quantry.models.parts import BLOCK, decoder_block, part_of
+from quantry.quantizing.artefact_file import AGAIN
 from quantry.report.content import BlockMap
+from quantry.storage.reading import read_json
 from quantry.types import Checkpoint, TensorInfo
 
 MAPPED = frozenset({"attention", "MLP", "experts", "recurrent", "embedding", "head"})
@@ -36,7 +37,7 @@ def read_sensitivity(file: Path) -> SensitivityMaps:
     from quantry.jobs.auto.sensitivity import Sensitivity
 
     try:
-        measured = Sensitivity.from_dict(read_json(file))
+        measured = Sensitivity.from_dict(read_json(file, Sensitivity, fix=AGAIN, error=CheckpointError))
         cells = [(ENDS if layer.block is None else str(layer.block), layer.part, layer) for layer in measured.layers]
         return SensitivityMaps(
             _map((block, part, measured.compared(layer).damage) for block, part, layer in cells),

@@ -11,7 +11,11 @@ from typing import Any
 from quantry import __version__
 from quantry.errors import OutputError
 from quantry.models.workspace import check_target
+from quantry.quantizing.artefact_file import read_artefact_file
 from quantry.storage import ARTEFACT_FILE, write_atomically
+from quantry.storage.reading import read_json
+
+NEEDED = ("quantry", "preset", "format", "bytes", "source_bytes", "bits_per_weight", "files", "recipe", "notes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +61,9 @@ class OutputFolder:
                 finally:
                     file.unlink(missing_ok=True)
 
-    def read_note(self) -> dict[str, Any]:
+    def read_note(self, shape: Any) -> dict[str, Any]:
         """Reads the note; returns an empty one if there is none. Raises OutputError if it is damaged."""
-        return read_object(self.note) if self.note.exists() else {}
+        return read_json(self.note, shape, fix=_anew(self.path)) if self.note.exists() else {}
 
     def write_note(self, **content: Any) -> None:
         """Writes the note, whole or not at all."""
@@ -80,30 +84,27 @@ def write_json(file: Path, content: Any) -> None:
     write_atomically(file, (json.dumps(content, indent=2) + "\n").encode())
 
 
-def read_object(file: Path) -> dict[str, Any]:
-    """Reads a JSON object. Raises OutputError if the file is missing or damaged."""
-    try:
-        content = json.loads(file.read_bytes())
-    except FileNotFoundError as error:
-        raise OutputError(f"{file.parent} has no {file.name}", fix=f"remove {file.parent} to write it again") from error
-    except (ValueError, RecursionError) as error:
-        raise damaged(file) from error
-    if not isinstance(content, dict):
-        raise damaged(file)
+def read_card(folder: Path) -> dict[str, Any]:
+    """Reads an artefact's quantry.json. Raises OutputError if it is missing, damaged or lacks a field."""
+    if not (folder / ARTEFACT_FILE).is_file():
+        raise OutputError(f"{folder} has no {ARTEFACT_FILE}", fix=_anew(folder))
+    content = read_artefact_file(folder, fix=_anew(folder), error=OutputError)
+    if missing := [name for name in NEEDED if name not in content]:
+        raise OutputError(f"{folder / ARTEFACT_FILE} is damaged: {missing[0]} is missing", fix=_anew(folder))
     return content
 
 
 def read_artefact(folder: Path) -> dict[str, Any]:
     """Reads an artefact's quantry.json. Raises OutputError if it or a file of the artefact is missing or damaged."""
-    content = read_object(folder / ARTEFACT_FILE)
+    content = read_card(folder)
     try:
         whole = all((folder / name).stat().st_size == file["bytes"] for name, file in content["files"].items())
-    except (KeyError, TypeError, AttributeError, OSError) as error:
-        raise damaged(folder) from error
+    except (OSError, ValueError):
+        whole = False
     if not whole:
-        raise damaged(folder)
+        raise OutputError(f"{folder} is damaged", fix=_anew(folder))
     return content
 
 
-def damaged(path: Path) -> OutputError:
-    return OutputError(f"{path} is damaged", fix=f"remove {path if path.is_dir() else path.parent} to write it again")
+def _anew(folder: Path) -> str:
+    return f"remove {folder} to write it again"

@@ -12,18 +12,20 @@ from quantry.formats.gguf import NAME as GGUF
 from quantry.llamacpp.importance import Importance
 from quantry.llamacpp.importance import read as read_importance
 from quantry.models.anatomy import sixteen_bit
+from quantry.models.identity import identity
 from quantry.models.reader import local_folder, open_checkpoint
 from quantry.models.weights import MappedWeights
-from quantry.models.workspace import check_room, check_target
+from quantry.models.workspace import check_room, check_target, recover
 from quantry.numerics.device import device as computing
 from quantry.quantizing import card
 from quantry.quantizing.calibration.options import CalibrationOptions
+from quantry.quantizing.lacks import lacks
 from quantry.quantizing.makers.reader import WeightReader
 from quantry.quantizing.pipeline import WriteJob, write
 from quantry.quantizing.recipe import AUTO, KEYS, Recipe, build
 from quantry.quantizing.recipe_file import read_plan, read_recipe
 from quantry.quantizing.targets import GgufTarget, target_of
-from quantry.storage import SENSITIVITY_FILE
+from quantry.storage import ARTEFACT_FILE, SENSITIVITY_FILE
 from quantry.types import Artefact, Progress
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ def quantize(
     dry_run: bool = False,
     device: str = "cpu",
     shard_bytes: int | None = None,
+    overwrite: bool = False,
     announce: Callable[[Artefact], None] | None = None,
     progress: Progress | None = None,
 ) -> Artefact:
@@ -66,21 +69,24 @@ def quantize(
 
     Exactly one of `preset`, `recipe` and `plan` (files) says what to do; docs/quantize.md explains every option.
     Preset "auto" chooses for each tensor, so that the least is lost within a `budget`: "4.5bpw", "6GiB", "105453920B"
-    or "fits RTX 3060 at 8k"; with `gpu`, a name of the catalogue or "cpu", from what its engine loads there.
+    or "fits RTX 3060 at 8k"; with `gpu`, a name of the catalogue or "cpu", from what its engine loads there. An output
+    that the same job has finished is returned as it is; `overwrite` replaces an artefact.
 
     Raises RecipeError for options that cannot be carried out, CheckpointError and WeightError for a model that cannot
     be read, OutputError for an output that cannot be written.
     """
-    out = _checked_output(output)
+    out = _checked_output(output, overwrite)
     settings = {
         "preset": preset, "recipe": recipe, "plan": plan, "format": format, "group": group, "rounder": rounder,
         "transform": transform, "input_scales": input_scales, "kv": kv, "imatrix": imatrix, "budget": budget,
         "gpu": gpu,
     }  # fmt: skip
-    options = JobOptions(computing(device), CalibrationOptions(data, samples, length, low_memory), keep_odd)
-    choose = _mixture if preset == AUTO else _recipe
-    chosen, options = choose(model, settings, options, progress)
+    text = CalibrationOptions(data, samples, length, low_memory)
+    options = JobOptions(computing(device), text, keep_odd, overwrite=overwrite)
+    chosen, options = (_mixture if preset == AUTO else _recipe)(model, settings, options, progress)
     job = QuantizeJob(model, out, _in_sequence(chosen, sequential), options)
+    if not overwrite and (out / ARTEFACT_FILE).is_file():
+        return job.finished()
     if announce:
         announce(job.planned)
     job.check_room()
@@ -96,6 +102,7 @@ class JobOptions:
     keep_odd: bool = False
     importance: Importance | None = None  # read from a file
     mixture: "Mixture | None" = None
+    overwrite: bool = False
 
 
 class QuantizeJob:
@@ -120,6 +127,11 @@ class QuantizeJob:
         kept = self._calibrator.kept_bytes if self._calibrator else 0
         check_room(self._out, self._plan.bytes + kept)
 
+    def finished(self) -> Artefact:
+        """Returns the artefact that an earlier run has made. Raises OutputError if it is that of another job."""
+        source = identity(open_checkpoint(local_folder(self._model)))
+        return card.finished(self.planned, self._recipe, self._plan, source)
+
     def run(self, shard_bytes: int | None, progress: Progress | None) -> Artefact:
         """Downloads the model if needed, and writes the artefact."""
         options, checkpoint = self._options, self._checkpoint
@@ -139,7 +151,7 @@ class QuantizeJob:
         container = target.container(folder)
         job = WriteJob(
             checkpoint, folder, recipe, plan, self.planned, container, shard_bytes or container.shard_bytes,
-            options.device.type, self._extra_files(),
+            identity(open_checkpoint(folder)), options.device.type, self._extra_files(), options.overwrite,
         )  # fmt: skip
         needs_blocks = recipe.needs_statistics or recipe.distilled or recipe.cache is not None
         return write(job, target.maker(reader), calibration if needs_blocks else None, both.bytes if progress else None)
@@ -158,7 +170,8 @@ class QuantizeJob:
     def _notes(self) -> list[str]:
         mixture = self._options.mixture
         predicted = [f"The predicted divergence is {mixture.damage:.3g} nats a token."] if mixture else []
-        return [*predicted, *(self._calibrator.notes if self._calibrator else ()), *_cache_notes(self._recipe)]
+        calibrated = self._calibrator.notes if self._calibrator else ()
+        return [*predicted, *calibrated, *_cache_notes(self._recipe), *lacks(self._checkpoint)]
 
     def _extra_files(self) -> dict[str, bytes]:
         mixture = self._options.mixture
@@ -180,9 +193,11 @@ class _Progress:
         self.bytes(self._done, self._total, f"calibrating {name}, {done} of {count} done")
 
 
-def _checked_output(output: str | Path) -> Path:
+def _checked_output(output: str | Path, overwrite: bool) -> Path:
     out = Path(output).expanduser()
-    check_target(out)
+    if not overwrite:
+        recover(out)
+    check_target(out, artefact=True)
     if out.suffix == ".gguf":
         raise OutputError(
             f"{out} ends in .gguf, and the output is a folder",
@@ -217,13 +232,20 @@ def _recipe(
     given = [key for key in ("preset", "recipe", "plan") if settings[key] is not None]
     if len(given) != 1:
         raise RecipeError(f"{len(given)} of --preset, --recipe and --plan are given", fix="give exactly one of them")
-    read = {"recipe": read_recipe, "plan": read_plan}.get(given[0])
-    written = read(Path(settings[given[0]]).expanduser()) if read else {}
+    written = _written(model, given[0], settings[given[0]])
     recipe = build({**written, **{key: settings[key] for key in KEYS & settings.keys() if settings[key] is not None}})
     imatrix = settings["imatrix"]
     vectors = importance_of(imatrix, recipe)
     known = vectors.sha256 if vectors else AUTO if str(imatrix) == AUTO else None
     return replace(recipe, imatrix=known), replace(options, importance=vectors)
+
+
+def _written(model: str | Path, option: str, value: str | Path) -> Mapping[str, Any]:
+    """Returns the settings of a recipe file or of a plan for this model."""
+    file = Path(value).expanduser()
+    if option == "plan":
+        return read_plan(file, sixteen_bit(open_checkpoint(model)))
+    return read_recipe(file) if option == "recipe" else {}
 
 
 def _refuse(settings: Mapping[str, Any], unused: tuple[str, ...], why: str, fix: str) -> None:

@@ -93,11 +93,13 @@ class LlamaModel:
     CheckpointError if llama.cpp cannot load it.
     """
 
-    def __init__(self, path: Path | str, context: int = 512, threads: int | None = None) -> None:
+    def __init__(
+        self, path: Path | str, context: int = 512, threads: int | None = None, library: ctypes.CDLL | None = None
+    ) -> None:
         file = Path(path)
         if not file.is_file():
             raise ModelNotFoundError(f"{file} is not a file", fix="give the path of a GGUF file")
-        self._api = api()
+        self._api = library or api()
         _log.clear()
         _sizes.clear()
         model = self._api.llama_model_load_from_file(os.fsencode(file), self._api.llama_model_default_params())
@@ -237,10 +239,14 @@ _listener = ctypes.CFUNCTYPE(None, ctypes.c_int, c_char_p, c_void_p)(_listen)  #
 
 @cache
 def api() -> ctypes.CDLL:
-    """Loads the library, declares its functions, silences its log and starts it."""
+    """Loads the library once."""
     from quantry.numerics.ggml.native import library
 
-    native = library()
+    return declared(library())
+
+
+def declared(native: ctypes.CDLL) -> ctypes.CDLL:
+    """Declares the functions of the library, silences its log and starts it."""
     for name, (returns, *takes) in FUNCTIONS.items():
         function = getattr(native, name, None)
         if function is None:

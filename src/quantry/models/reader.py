@@ -1,7 +1,6 @@
 """Opening a checkpoint from what the user wrote: finds it and reads its headers and small files, but no weights."""
 
 import json
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -11,8 +10,10 @@ from typing import Any
 
 from quantry.errors import CheckpointError, ConfigError, ModelNotFoundError
 from quantry.models import gguf, safetensors
+from quantry.models.config_numbers import check_numbers
 from quantry.models.files import SMALL_FILE_LIMIT, CheckpointFiles, LocalFiles, read_small
 from quantry.models.hub import HUB_ID, HubFiles
+from quantry.storage.temporary import temporary_folder
 from quantry.types import Checkpoint
 
 DEMO = "demo"
@@ -62,13 +63,13 @@ def small_folder(checkpoint: Checkpoint, name: str) -> Iterator[Path]:
     if local.is_dir():
         yield local
         return
-    with tempfile.TemporaryDirectory() as parent:
+    with temporary_folder() as parent:
         for file, size in checkpoint.files.items():
             if file.endswith(SMALL) and size <= SMALL_FILE_LIMIT and not file.endswith(".index.json"):
-                path = Path(parent) / name / file
+                path = parent / name / file
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(checkpoint.read(file, 0, size))
-        yield Path(parent) / name
+        yield parent / name
 
 
 def demo_folder() -> Path:
@@ -106,6 +107,7 @@ def _open_folder(files: CheckpointFiles, source: str) -> Checkpoint:
 def _open_safetensors(files: CheckpointFiles, source: str) -> Checkpoint:
     tensors = safetensors.read_tensors(files)
     config = _read_json(files, "config.json", fix="copy it from the original model")
+    check_numbers(config, f"{files.label}/config.json")
     return Checkpoint(
         source=source,
         format="safetensors",

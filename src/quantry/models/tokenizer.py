@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from quantry.errors import CheckpointError
+from quantry.errors import STOPS, CheckpointError
 from quantry.models import chat_template
 from quantry.models.chat_template import Messages
 
@@ -17,7 +17,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     loader = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
     try:
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # the libraries have no error class for it
+    except BaseException as error:  # the libraries have no error class for it, and a panic is no Exception
+        if isinstance(error, STOPS):
+            raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
         raise CheckpointError(
             f"the tokenizer of {folder} cannot be read: {reason}", fix="copy its files from the original model"

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from quantry.errors import OutputError, WeightError
-from quantry.storage import write_atomically
+from quantry.storage import ARTEFACT_FILE, write_atomically
+from quantry.storage.reading import read_json
 
 RESERVE = 64 << 20  # bytes left free on the disk for everything else
 JOB = "quantry-job.json"
 DONE = ".done.json"
+REPLACED = ".replaced"  # after the name of an artefact that gives way to a new one
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,8 @@ class Workspace:
         note = path.with_name(shard + DONE)
         if not path.exists() or not note.exists():
             return None
-        done = Finished(**json.loads(note.read_text()))
+        facts = read_json(note, Finished, fix=f"remove {self.folder}")
+        done = Finished(facts["bytes"], facts["sha256"])
         return done if path.stat().st_size == done.bytes else None
 
     def finish(self, shard: str, done: Finished) -> None:
@@ -57,16 +60,16 @@ class Workspace:
     def remembered(self, what: str) -> dict[str, Any]:
         """Returns the facts that earlier runs have kept."""
         path = self.folder / (what + DONE)
-        facts: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        return facts
+        return read_json(path, fix=f"remove {self.folder}") if path.exists() else {}
 
     def write(self, name: str, data: bytes) -> None:
         write_atomically(self.folder / name, data)
 
 
-def check_target(out: Path) -> None:
-    """Raises OutputError unless OUT is new or empty, in a writable folder."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+def check_target(out: Path, *, artefact: bool = False) -> None:
+    """Raises OutputError unless OUT is new or empty, or with `artefact` a finished artefact, in a writable folder."""
+    known = artefact and (out / ARTEFACT_FILE).is_file()
+    if out.exists() and not known and (not out.is_dir() or any(out.iterdir())):
         raise OutputError(f"{out} exists and is not an empty folder", fix="choose another output or remove it")
     parent = next(folder for folder in out.absolute().parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
@@ -86,23 +89,34 @@ def check_room(out: Path, needed: int) -> None:
         )
 
 
+def recover(out: Path) -> None:
+    """Ends what a job was killed in: a whole artefact gets its final name, and one that it replaces is removed."""
+    partial, replaced = _partial(out), out.with_name(out.name + REPLACED)
+    whole = not (partial / JOB).exists() and all((partial / name).is_file() for name in (ARTEFACT_FILE, "README.md"))
+    if whole and not (out.exists() and any(out.iterdir())):
+        with _lock(out):
+            _rename(partial, out)
+    if replaced.is_dir() and (out / ARTEFACT_FILE).is_file():
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
 @contextmanager
-def workspace(out: Path, identity: Mapping[str, Any]) -> Iterator[Workspace]:
-    """Yields the folder to write into; it becomes OUT when the `with` ends without an error."""
+def workspace(out: Path, identity: Mapping[str, Any], *, overwrite: bool = False) -> Iterator[Workspace]:
+    """Yields the folder to write into; it becomes OUT when the `with` ends without an error.
+
+    With `overwrite` it starts anew, and takes the place of an artefact at the end.
+    """
     partial = _partial(out)
     try:
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         with _lock(out):
-            _claim(partial, out, identity)
+            if overwrite and partial.is_dir():
+                shutil.rmtree(partial)
+            _claim(partial, identity)
             yield Workspace(partial)
             for note in [*partial.glob("*" + DONE), *partial.glob("*.partial"), partial / JOB]:
                 note.unlink()
-            if out.exists():
-                out.rmdir()
-            partial.rename(out)
-            descriptor = os.open(out.absolute().parent, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
+            _rename(partial, out)
     except WeightError:  # no run of this job can succeed: remove its traces
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -117,7 +131,22 @@ def _partial(out: Path) -> Path:
     return out.with_name(out.name + ".partial")
 
 
-def _claim(partial: Path, out: Path, identity: Mapping[str, Any]) -> None:
+def _rename(partial: Path, out: Path) -> None:
+    """Gives a folder its final name; an artefact that has it goes away only then."""
+    replaced = out.with_name(out.name + REPLACED)
+    if out.exists() and any(out.iterdir()):
+        shutil.rmtree(replaced, ignore_errors=True)
+        out.rename(replaced)
+    elif out.exists():
+        out.rmdir()
+    partial.rename(out)
+    descriptor = os.open(out.absolute().parent, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _claim(partial: Path, identity: Mapping[str, Any]) -> None:
     """Takes over the folder of the same job, or starts a new one."""
     text = json.dumps(identity, indent=1, sort_keys=True).encode()
     partial.mkdir(exist_ok=True)

@@ -5,7 +5,6 @@ A GGUF file is read through llama.cpp, since llama.cpp will serve it; a folder t
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -16,12 +15,15 @@ from typing import Any, cast
 
 from quantry.errors import CheckpointError, QuantryError
 from quantry.llamacpp.model import LlamaModel
+from quantry.llamacpp.trial import check_loads
 from quantry.models.attention import text_config
 from quantry.models.chat_template import TemplateLimitError, TemplateRefusalError
 from quantry.models.reader import DEMO, demo_folder
 from quantry.models.tokenizer import render_chat, template_of
 from quantry.proof.sources import ModelSource, check_finished, open_source, tokenizer
+from quantry.quantizing.artefact_file import read_artefact_file
 from quantry.storage import ARTEFACT_FILE
+from quantry.storage.reading import read_json
 
 CONTEXT = 32  # tokens: llama.cpp only tokenizes here
 START = 4000  # characters of the text that both models tokenize
@@ -102,10 +104,10 @@ def check_files(path: Path) -> Check:
     if not note.is_file():
         return Check("files", True, "no quantry.json: only headers and sizes are held against each other")
     try:
-        files = json.loads(note.read_text())["files"]
-        listed = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        return Check("files", False, f"quantry.json is damaged ({str(error)[:80]})", AGAIN)
+        files = read_artefact_file(folder).get("files", {})
+    except QuantryError as error:
+        return Check("files", False, error.problem.replace(str(note), note.name), AGAIN)
+    listed = {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
     for name, (size, digest) in listed.items():
         if problem := _problem(folder / name, size, digest):
             return Check("files", False, f"{name} {problem}", f"copy {name} again, or {AGAIN}")
@@ -169,6 +171,7 @@ class GgufTokenizer(ModelTokenizer):
     fix = REWRITE
 
     def __init__(self, source: ModelSource) -> None:
+        check_loads(source.path)
         self._model = LlamaModel(source.path, context=CONTEXT)
         super().__init__(source)
 
@@ -247,7 +250,9 @@ def _spelled(tokens: list[int]) -> str:
 
 def _settings(source: ModelSource) -> dict[str, Any]:
     file = source.path / "tokenizer_config.json"
-    return json.loads(file.read_text()) if source.format == "safetensors" and file.is_file() else {}
+    if source.format != "safetensors" or not file.is_file():
+        return {}
+    return read_json(file, fix="copy it from the original model", error=CheckpointError)
 
 
 def _template(theirs: ModelTokenizer, mine: ModelTokenizer) -> Check:

@@ -4,7 +4,6 @@ The cheapest comes first: files, vocabulary, tokenizer and template, then the we
 in the 16-bit model (once, it is cached), in the artefact decoded from its bytes, and in the engine that serves it.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,6 +38,7 @@ from quantry.proof.tasks.judge import JudgeEndpoint
 from quantry.proof.tensor_errors import TensorError
 from quantry.proof.text import TextFile, Window, fitting_length, load_text
 from quantry.proof.text import windows as cut
+from quantry.quantizing.artefact_file import read_artefact_file
 from quantry.quantizing.recipe_file import from_card
 from quantry.storage import ARTEFACT_FILE
 from quantry.types import Progress, Proof, Workload
@@ -290,9 +290,8 @@ def _notes(measured: Measurements, artefact: ModelSource, *, default_text: bool)
 
 def _recorded(artefact: ModelSource) -> dict[str, Any]:
     """Returns the content of quantry.json; empty for another tool's artefact."""
-    file = _folder(artefact) / ARTEFACT_FILE
-    content: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-    return content
+    folder = _folder(artefact)
+    return read_artefact_file(folder) if (folder / ARTEFACT_FILE).is_file() else {}
 
 
 def _folder(artefact: ModelSource) -> Path:

@@ -1,11 +1,10 @@
 """Prompts and tasks for the 16-bit model and for the artefact, with one model in memory at a time."""
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch.nn import Module
@@ -13,8 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from quantry.blockwise import walk
 from quantry.engines.contract.catalogue import verifying
-from quantry.errors import QuantryError
+from quantry.errors import CheckpointError, QuantryError
 from quantry.llamacpp.model import LlamaModel
+from quantry.llamacpp.trial import check_loads
 from quantry.proof.served.contract import ScoringEngine
 from quantry.proof.served.engines import scoring_engine
 from quantry.proof.served.llama_cpp import gguf_file
@@ -25,7 +25,14 @@ from quantry.proof.tasks.harness import TaskResult
 from quantry.proof.tasks.judge import JudgeEndpoint, judge
 from quantry.proof.tasks.prompts import MAX_TOKENS, Prompt, tokens_of
 from quantry.proof.text import Window
+from quantry.storage.reading import read_json
 from quantry.types import Progress
+
+
+class GenerationConfig(TypedDict, total=False):
+    """What is read of generation_config.json."""
+
+    eos_token_id: int | list[int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +134,8 @@ def served_model(source: ModelSource, engine: str, python: Path | None, device: 
     """Runs a model in the engine that serves it. One in another process only generates; torch scores choices."""
     if verifying()[engine].embedded:
         longest = source.config.get("max_position_embeddings") or CONTEXT
-        with LlamaModel(gguf_file(source.path), context=min(CONTEXT, longest)) as model:
+        check_loads(file := gguf_file(source.path))
+        with LlamaModel(file, context=min(CONTEXT, longest)) as model:
             yield LlamaAnswers(model)
         return
     yield ProcessAnswers(*_in_torch(source, device), scoring_engine(engine, python), source.path)
@@ -160,7 +168,10 @@ def _in_torch(source: ModelSource, device: str) -> tuple[Module, PreTrainedToken
 def _ends(source: ModelSource) -> list[int]:
     """Returns the end tokens of generation_config.json, which may be more than those of config.json."""
     file = source.path / "generation_config.json"
-    ends = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    ends = None
+    if file.is_file():
+        shape, fix = GenerationConfig, "copy it from the original model"
+        ends = read_json(file, shape, fix=fix, error=CheckpointError).get("eos_token_id")
     return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 

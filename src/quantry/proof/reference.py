@@ -42,6 +42,7 @@ from quantry.proof.divergence import Array, TopK, all_ids, full_kl, kl, scores_a
 from quantry.proof.sources import ModelSource, open_source
 from quantry.proof.text import Window
 from quantry.storage import VARIABLE, home, write_atomically
+from quantry.storage.reading import read_json
 from quantry.types import Activation, Grid, Progress
 
 NOTED = ("vocabulary", "k", "recovered", "noise", "notes", "seconds")
@@ -353,14 +354,14 @@ def _write_note(finished: Reference, digest: str) -> None:
 def _load(folder: Path, windows: Sequence[Window]) -> Reference | None:
     """Reads a reference from the cache; returns None if it is missing, incomplete or damaged."""
     try:
-        content = json.loads((folder / NOTE).read_bytes())
+        content = read_json(folder / NOTE, fix="remove it")
         check = content.pop("check")
         with (folder / DATA).open("rb") as file:
             data = hashlib.file_digest(file, "sha256").hexdigest()
         if check != _checksum(content) or data != content.pop("data"):
             return None
         return Reference(windows=tuple(windows), folder=folder, **{**content, "notes": tuple(content["notes"])})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, QuantryError, KeyError, TypeError):
         return None
 
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from quantry.numerics.activations import Static
 from quantry.numerics.grids import dequantize
 from quantry.quantizing import restore
 from quantry.quantizing.quantized_model import QuantizedModel
+from quantry.storage.temporary import temporary_folder
 from quantry.types import Activation, Checkpoint, Grid, Scheme
 
 UNFINISHED = "run the quantize command again: it continues where it stopped"
@@ -92,10 +92,10 @@ def tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     """Returns the tokenizer of a model: from its tokenizer.json, or from its GGUF file."""
     if source.format == "safetensors":
         return load_tokenizer(source.path)
-    with TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         for name, data in source.tokenizer_files().items():
-            (Path(folder) / name).write_bytes(data)
-        return load_tokenizer(Path(folder))
+            (folder / name).write_bytes(data)
+        return load_tokenizer(folder)
 
 
 def _plain(model: str | Path) -> ModelSource:

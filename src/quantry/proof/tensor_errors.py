@@ -11,19 +11,19 @@ them, by factors that the model compensates: these are fitted and removed first.
 looks like such a factor and goes unnoticed.
 """
 
-import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, prod
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quantry.models.linears import EXPERT_PARTS, STACKED
+from quantry.quantizing.artefact_file import read_artefact_file
 from quantry.storage import ARTEFACT_FILE
 from quantry.types import Grid, Scheme
 
@@ -254,9 +254,9 @@ def _factors(weight: Tensor, decoded: Tensor, dim: int) -> Tensor:
 
 def _is_transformed(model: Weights) -> bool:
     """Returns True if quantry.json says that a method moved scales into the weights."""
-    file = (model.path if model.path.is_dir() else model.path.parent) / ARTEFACT_FILE
-    if not file.is_file():
+    folder = model.path if model.path.is_dir() else model.path.parent
+    if not (folder / ARTEFACT_FILE).is_file():
         return False
-    recipe: Any = json.loads(file.read_text()).get("recipe", {})
+    recipe = read_artefact_file(folder).get("recipe", {})
     presets = [recipe.get("preset"), *(rule.get("preset") for rule in recipe.get("rules", ()))]
     return any(preset and preset.get("transform") for preset in presets)

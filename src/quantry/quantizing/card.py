@@ -16,12 +16,14 @@ from typing import Any
 from quantry import __version__
 from quantry.errors import OutputError
 from quantry.models.workspace import Finished
-from quantry.quantizing.recipe import Preset, Recipe
+from quantry.quantizing.artefact_file import read_artefact_file
+from quantry.quantizing.recipe import AUTO, Preset, Recipe
 from quantry.quantizing.tensor_plan import TensorPlan
 from quantry.storage import ARTEFACT_FILE
 from quantry.types import Anatomy, Artefact
 
 SECTION = ("<!-- proof -->", "<!-- end of proof -->")  # of the model card
+FINISHED = "It was finished by an earlier run of the same job; --overwrite makes it anew."
 FIGURES = {  # of a proof -> their names and number formats in the card
     "kl": ("mean KL divergence", ".4f"),
     "kl_median": ("median KL divergence", ".4f"),
@@ -52,17 +54,44 @@ def finish(planned: Artefact, files: Mapping[str, Finished], notes: tuple[str, .
     return replace(planned, files={name: asdict(done) for name, done in files.items()}, notes=notes)
 
 
-def as_json(artefact: Artefact, recipe: Recipe, tensors: TensorPlan) -> str:
-    """Returns quantry.json: recipe, versions, hashes, sizes, and the fate of every source tensor."""
+def as_json(artefact: Artefact, recipe: Recipe, tensors: TensorPlan, source: str) -> str:
+    """Returns quantry.json: recipe, versions, hashes, sizes, and the fate of every source tensor.
+
+    `source` is the identity of the checkpoint (models/identity.py).
+    """
     content = {
         "quantry": __version__,
         "versions": {"python": platform.python_version(), "torch": version("torch")},
         **{key: value for key, value in artefact.to_dict().items() if key not in ("path", "source")},
         "source": Path(artefact.source).name,
+        "source_identity": source,
         "recipe": recipe.to_dict(),
         "fates": _fates(tensors),
     }
     return json.dumps(content, indent=2) + "\n"
+
+
+def finished(planned: Artefact, recipe: Recipe, tensors: TensorPlan, source: str) -> Artefact:
+    """Returns the artefact that an earlier run of the same job has finished.
+
+    Raises OutputError, which says what differs, if the folder holds the artefact of another job or a damaged one.
+    """
+    out = Path(planned.path)
+    anew = "choose another output, or make it anew with --overwrite"
+    content = read_artefact_file(out, fix=anew, error=OutputError)
+    wanted = json.loads(as_json(planned, recipe, tensors, source))
+    is_computed = recipe.imatrix == AUTO  # the vectors, and what is chosen by them, are known after the calibration
+    for key in ("quantry", "source_identity", "preset", "format", "recipe", *(() if is_computed else ("fates",))):
+        before, now = content.get(key), wanted[key]
+        if is_computed and key == "recipe":
+            before, now = ({**(facts or {}), "imatrix": None} for facts in (before, now))
+        if before != now:
+            raise OutputError(f"{out} exists and was made with another {key.replace('_', ' ')}", fix=anew)
+    files = content.get("files") or {}
+    sizes = {path.name: path.stat().st_size for path in out.iterdir() if path.is_file()}
+    if not files or any(sizes.get(name) != file["bytes"] for name, file in files.items()):
+        raise OutputError(f"{out} exists and is damaged", fix=anew)
+    return replace(planned, files=files, notes=(*content.get("notes", ()), FINISHED))
 
 
 def _fates(tensors: TensorPlan) -> dict[str, list[str]]:
@@ -122,12 +151,8 @@ def proven_files(folder: Path, proof: Mapping[str, Any]) -> dict[Path, bytes]:
     if not note.is_file():
         return {}
     try:
-        content = {**json.loads(note.read_text()), "proof": proof}
-        text = card.read_text() if card.is_file() else ""
-    except ValueError as error:
-        raise OutputError(
-            f"{note} is not JSON ({str(error)[:80]})", fix="write the artefact again with quantry quantize"
-        ) from error
+        content = {**read_artefact_file(folder, error=OutputError), "proof": proof}
+        text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     except OSError as error:
         raise OutputError(
             f"cannot read {error.filename or note}: {error.strerror}", fix="check its permissions"

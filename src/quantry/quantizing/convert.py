@@ -19,9 +19,10 @@ from quantry.formats.gguf import NAME as GGUF
 from quantry.methods import contract
 from quantry.methods.rounding import round_weight
 from quantry.models.anatomy import dissect
+from quantry.models.identity import identity
 from quantry.models.reader import open_checkpoint
 from quantry.models.weights import DTYPES
-from quantry.models.workspace import check_room, check_target
+from quantry.models.workspace import check_room, check_target, recover
 from quantry.numerics.grids import SCALE_DTYPES, dequantize
 from quantry.quantizing import card
 from quantry.quantizing.calibration.block_inputs import BlockInputs
@@ -40,6 +41,7 @@ from quantry.quantizing.tensor_plan import (
     TensorPlan,
     main_dtype,
 )
+from quantry.storage import ARTEFACT_FILE
 from quantry.types import Artefact, Params, Progress, QTensor, Scheme
 
 PLAIN = {"bf16": "bf16", "fp16": "f16"}  # --to names that mean 16-bit weights
@@ -53,16 +55,19 @@ def convert(
     requantize: str | None = None,
     dry_run: bool = False,
     shard_bytes: int = SHARD_BYTES,
+    overwrite: bool = False,
     announce: Callable[[Artefact], None] | None = None,
     progress: Progress | None = None,
 ) -> Artefact:
     """Writes the quantized checkpoint or GGUF file `source` in the format `to`, or as `bf16` or `fp16`, to `output`.
 
     Raises RecipeError if that would lose something and `requantize` names no preset. With `dry_run` it only says what
-    it would write.
+    it would write. An output that the same job has finished is returned as it is; `overwrite` replaces an artefact.
     """
     out = Path(output).expanduser()
-    check_target(out)
+    if not overwrite:
+        recover(out)
+    check_target(out, artefact=True)
     codec = _target(to)
     fresh = _fresh_preset(requantize)
     job: Restoration | Conversion
@@ -72,10 +77,12 @@ def convert(
         job = Restoration(source, out, PLAIN[to])
     else:
         job = Conversion(source, out, to, codec, fresh)
+    if not overwrite and (out / ARTEFACT_FILE).is_file():
+        return card.finished(job.planned, job.recipe, job.plan, job.source)
     if announce:
         announce(job.planned)
     check_room(out, job.plan.bytes)
-    return job.planned if dry_run else job.run(shard_bytes, progress)
+    return job.planned if dry_run else job.run(shard_bytes, progress, overwrite=overwrite)
 
 
 class Conversion:
@@ -84,20 +91,24 @@ class Conversion:
     def __init__(self, source: str | Path, out: Path, to: str, codec: Format | None, fresh: Preset | None) -> None:
         self._model = model = QuantizedModel(source)
         self.plan = _plan(model, codec, PLAIN.get(to), fresh)
-        self._recipe = Recipe(fresh or _described(model, to, codec), to if codec else CAST)
-        self.planned = card.plan(str(source), out, self._recipe, dissect(model.checkpoint), self.plan)
+        self.source = identity(open_checkpoint(model.folder))
+        self.recipe = Recipe(fresh or _described(model, to, codec), to if codec else CAST)
+        self.planned = card.plan(str(source), out, self.recipe, dissect(model.checkpoint), self.plan)
         cache = model.cache if codec and codec.CACHE_SCALES else None
         self._settings = codec.config(self.plan.assignment, self.plan.kept, cache) if codec else None
         self._maker = ConvertedLayerMaker(model, codec, self._settings or {})
         if codec and not fresh:
             self._maker.check_lossless(self.plan)
 
-    def run(self, shard_bytes: int, progress: Progress | None) -> Artefact:
+    def run(self, shard_bytes: int, progress: Progress | None, *, overwrite: bool = False) -> Artefact:
         """Writes the converted checkpoint."""
         model = self._model
         small = small_files(model.folder)
         container = SafetensorsFolder(small, model.checkpoint.config, self.plan.dtype, self._settings)
-        job = WriteJob(model.checkpoint, model.folder, self._recipe, self.plan, self.planned, container, shard_bytes)
+        job = WriteJob(
+            model.checkpoint, model.folder, self.recipe, self.plan, self.planned, container, shard_bytes, self.source,
+            overwrite=overwrite,
+        )  # fmt: skip
         return write(job, self._maker, progress=progress)
 
 

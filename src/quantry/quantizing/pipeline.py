@@ -51,8 +51,10 @@ class WriteJob:
     planned: Artefact
     container: Container
     shard_bytes: int
+    source: str  # identity of the checkpoint
     device: str = "cpu"  # devices sum in different orders
     extra_files: Mapping[str, bytes] = field(default_factory=dict)
+    overwrite: bool = False
 
     def identity(self) -> dict[str, Any]:
         """Returns what makes two runs the same job."""
@@ -79,7 +81,7 @@ def write(
     `progress` counts bytes. Raises OutputError if the folder cannot be written; what is stored so far is kept.
     """
     known_blocks = calibration or NoCalibration()
-    with workspace(Path(job.planned.path), job.identity()) as work:
+    with workspace(Path(job.planned.path), job.identity(), overwrite=job.overwrite) as work:
         if calibration:
             calibration.resume(work)
         with ShardedWriter(work, job.container, job.plan.pieces, job.shard_bytes) as writer:
@@ -126,6 +128,6 @@ def _finish(work: Workspace, job: WriteJob, writer: ShardedWriter, notes: tuple[
     for name, data in (*job.container.companions(entries), *job.extra_files.items()):
         work.write(name, data)
     artefact = card.finish(job.planned, writer.files, notes)
-    work.write(ARTEFACT_FILE, card.as_json(artefact, job.recipe, job.plan).encode())
+    work.write(ARTEFACT_FILE, card.as_json(artefact, job.recipe, job.plan, job.source).encode())
     work.write("README.md", card.as_markdown(artefact, job.recipe, job.plan).encode())
     return artefact

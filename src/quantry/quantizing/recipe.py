@@ -187,7 +187,8 @@ def build(settings: Mapping[str, Any], budget: str | None = None) -> Recipe:
     rules = settings.get("rules") or []
     if not isinstance(rules, list):
         raise RecipeError(f"rules is {str(rules)[:40]!r}, not a list", fix="write each rule as [[rules]]")
-    plain = Recipe(main, settings.get("format") or main.formats[0], tuple(_rule(rule) for rule in rules), budget=budget)
+    format_ = main.formats[0] if settings.get("format") is None else _text(settings, "format")
+    plain = Recipe(main, format_, tuple(_rule(rule) for rule in rules), budget=budget)
     changes = {
         key: check(plain, _text(settings, key)) for key, check in CHECKS.items() if settings.get(key) is not None
     }
@@ -275,7 +276,9 @@ def _rule(settings: Any) -> Rule:
     if not isinstance(settings, Mapping):
         raise RecipeError(f"a rule is {str(settings)[:40]!r}, not a table", fix="write each rule as [[rules]]")
     _check_keys(settings, RULE_KEYS, "rule")
-    if ("preset" in settings) + bool(settings.get("keep")) + ("type" in settings) != 1:
+    if not isinstance(keep := settings.get("keep", False), bool):
+        raise RecipeError(f"keep is {str(keep)[:40]!r}, neither true nor false", fix="write keep = true")
+    if ("preset" in settings) + keep + ("type" in settings) != 1:
         raise RecipeError(
             f"rule {settings.get('match')!r} does not have exactly one of preset, type and keep", fix="give one of them"
         )

@@ -24,36 +24,65 @@ In a recipe for GGUF a rule names tensors as GGUF names them, and gives a ggml t
     type = "Q6_K"
 """
 
-import json
-import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantry.errors import RecipeError
+from quantry.errors import CheckpointError, RecipeError
+from quantry.quantizing.artefact_file import AGAIN
 from quantry.quantizing.recipe import Recipe, build, presets
+from quantry.storage.reading import read_json, read_toml
+from quantry.types import Anatomy
 
+CLOSE = 0.02  # of the parameters: a plan by a shape counts no biases
+LIMIT = 16 << 20  # bytes of a recipe or a plan
 METHODS = ("fit", "rounder", "input_scales", "transform")  # fields of a preset that a recipe may change
 
 
 def read_recipe(path: Path) -> Mapping[str, Any]:
     """Reads the settings of a recipe file. Raises RecipeError if it cannot be read."""
-    return _read(path, tomllib.loads)
+    return read_toml(path, fix="correct the file", error=RecipeError, limit=LIMIT)
 
 
-def read_plan(path: Path) -> Mapping[str, Any]:
-    """Reads the settings of a plan's first option. Raises RecipeError if it names no preset."""
-    plan = _read(path, json.loads)
+def read_plan(path: Path, anatomy: Anatomy) -> Mapping[str, Any]:
+    """Reads the settings of a plan's first option. Raises RecipeError if it names no preset or is of another model."""
+    plan = read_json(path, fix="write it with quantry plan -o", error=RecipeError, limit=LIMIT)
     options = plan.get("options")
     best = options[0] if isinstance(options, list) and options else plan
     if not isinstance(best, Mapping) or "preset" not in best:
         raise RecipeError(f"{path} names no preset", fix="write it with quantry plan -o")
+    _check_model(path, plan.get("model"), anatomy)
     return {key: best[key] for key in ("preset", "format", "group") if best.get(key) is not None}
 
 
+def _check_model(path: Path, planned: Any, anatomy: Anatomy) -> None:
+    """Raises RecipeError if a plan names another architecture or size: a name or a folder may be another's."""
+    if not isinstance(planned, Mapping):
+        raise RecipeError(f"{path} names no model", fix="write it with quantry plan -o")
+    parameters, name = planned.get("parameters"), str(planned.get("source"))[:60]
+    if not isinstance(parameters, int) or abs(parameters - anatomy.parameters) > CLOSE * anatomy.parameters:
+        raise RecipeError(
+            f"{path} is the plan of {name}, with {str(parameters)[:20]} parameters, and {anatomy.source} has"
+            f" {anatomy.parameters}",
+            fix=f"plan this model: quantry plan {anatomy.source}",
+        )
+    if planned.get("architecture") != anatomy.architecture:
+        raise RecipeError(
+            f"{path} is the plan of {name}, a {str(planned.get('architecture'))[:40]}, and {anatomy.source} is a"
+            f" {anatomy.architecture}",
+            fix=f"plan this model: quantry plan {anatomy.source}",
+        )
+
+
 def from_card(content: Mapping[str, Any]) -> Recipe:
-    """Returns the recipe that an artefact's quantry.json records."""
-    recorded = content["recipe"]
+    """Returns the recipe that an artefact's quantry.json records. Raises CheckpointError if it records none."""
+    try:
+        return _recorded(content["recipe"])
+    except (KeyError, TypeError, IndexError) as error:
+        raise CheckpointError("quantry.json has no recipe that can be read", fix=AGAIN) from error
+
+
+def _recorded(recorded: Mapping[str, Any]) -> Recipe:
     changed = _changed_methods(recorded["preset"])
     settings = {
         **_named(recorded["preset"]),
@@ -82,15 +111,3 @@ def _named(recorded: Mapping[str, Any]) -> dict[str, Any]:
 def _changed_methods(recorded: Mapping[str, Any]) -> dict[str, Any]:
     known = presets().get(recorded["name"])
     return {key: recorded[key] for key in METHODS if known and key in recorded and recorded[key] != getattr(known, key)}
-
-
-def _read(path: Path, parse: Callable[[str], Any]) -> Mapping[str, Any]:
-    try:
-        content = parse(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RecipeError(f"cannot read {path}: {error.strerror}", fix="check the path") from error
-    except (ValueError, RecursionError) as error:
-        raise RecipeError(f"{path} cannot be parsed: {error}", fix="correct the file") from error
-    if not isinstance(content, Mapping):
-        raise RecipeError(f"{path} holds a {type(content).__name__}, not an object", fix="correct the file")
-    return content

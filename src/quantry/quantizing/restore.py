@@ -20,6 +20,7 @@ from quantry.llamacpp.tensor_map import Target
 from quantry.models import gguf as header
 from quantry.models.anatomy import dissect
 from quantry.models.files import LocalFiles
+from quantry.models.identity import identity
 from quantry.models.reader import local_folder, open_checkpoint
 from quantry.models.weights import DTYPES, MappedWeights
 from quantry.models.writer import Entry, nbytes
@@ -43,14 +44,18 @@ class Restoration:
         self._file = file = open_file(source)
         self._small = to_tokenizer.tokenizer(file.metadata)
         self.plan = _plan(file, dtype)
-        self._recipe = _recipe(dtype)
-        self.planned = card.plan(str(source), out, self._recipe, dissect(file.checkpoint), self.plan)
+        self.recipe = _recipe(dtype)
+        self.source = identity(file.checkpoint)
+        self.planned = card.plan(str(source), out, self.recipe, dissect(file.checkpoint), self.plan)
 
-    def run(self, shard_bytes: int, progress: Progress | None) -> Artefact:
+    def run(self, shard_bytes: int, progress: Progress | None, *, overwrite: bool = False) -> Artefact:
         """Writes the checkpoint."""
         file = self._file
         container = SafetensorsFolder(self._small.items(), file.config, self.plan.dtype)
-        job = WriteJob(file.checkpoint, file.folder, self._recipe, self.plan, self.planned, container, shard_bytes)
+        job = WriteJob(
+            file.checkpoint, file.folder, self.recipe, self.plan, self.planned, container, shard_bytes, self.source,
+            overwrite=overwrite,
+        )  # fmt: skip
         return write(job, RestoredTensorMaker(file), progress=progress)
 
 

@@ -1,6 +1,7 @@
 """What a recipe makes of a checkpoint in each container: the tensor plan, the files, and who makes the tensors."""
 
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -14,14 +15,14 @@ from quantry.llamacpp.importance import Importance
 from quantry.llamacpp.tensor_map import Target
 from quantry.methods import contract
 from quantry.models.attention import block_count
-from quantry.models.linears import check_halves
+from quantry.models.linears import check_halves, linears
 from quantry.quantizing.containers.folder import SafetensorsFolder, small_files
 from quantry.quantizing.containers.gguf_file import GgufFile, describe, plan_gguf
 from quantry.quantizing.makers.gguf import GgufMaker
 from quantry.quantizing.makers.layers import LayerMaker
 from quantry.quantizing.makers.reader import WeightReader
 from quantry.quantizing.recipe import CAST, Recipe
-from quantry.quantizing.tensor_plan import by_block, plan_folder
+from quantry.quantizing.tensor_plan import TensorPlan, by_block, plan_folder
 from quantry.types import Checkpoint
 
 
@@ -34,10 +35,12 @@ class FolderTarget:
         self._codec = None if recipe.format == CAST else load_format(recipe.format)
         plan = plan_folder(checkpoint, recipe, block_count(checkpoint.config), keep_odd)
         if self._codec and not plan.assignment:
+            loosen = "loosen its rules, or " if recipe.rules else ""
             raise RecipeError(
-                f"no layer of {checkpoint.source} would be quantized",
-                fix="loosen the recipe's rules or leave --keep-odd out",
+                f"no layer of {checkpoint.source} would be quantized with {recipe.preset.name}",
+                fix=f"{loosen}use a preset without blocks that divide no layer, such as fp8-dynamic or w8a8",
             )
+        _check_rules(checkpoint, recipe, plan)
         cache = replace(recipe.cache, scale=plan.dtype) if recipe.cache else None  # type: ignore[arg-type]
         self._settings = self._codec.config(plan.assignment, plan.kept, cache) if self._codec else None
         self.plan = by_block(plan) if recipe.calibrated else plan
@@ -48,6 +51,18 @@ class FolderTarget:
 
     def maker(self, reader: WeightReader) -> LayerMaker:
         return LayerMaker(reader, self._codec, self._settings or {})
+
+
+def _check_rules(checkpoint: Checkpoint, recipe: Recipe, plan: TensorPlan) -> None:
+    """Raises RecipeError for a rule that matches no layer; one that keeps may name what is kept anyway."""
+    layers = [linear.module for linear in linears(checkpoint, block_count(checkpoint.config))]
+    kept = [*plan.kept, *(tensor.name for tensor in checkpoint.tensors)]
+    for rule in () if recipe.budget else recipe.rules:  # those of a budget name layers one by one
+        names = layers if rule.preset else [*layers, *kept, *(name.removesuffix(".weight") for name in kept)]
+        if not any(fnmatchcase(name, rule.match) for name in names):
+            raise RecipeError(
+                f"rule {rule.match!r} matches no layer of {checkpoint.source}", fix=f"names are like {layers[0]}"
+            )
 
 
 class GgufTarget:

@@ -280,14 +280,21 @@ def _cache_scales(
 def _check_shape(linear: Linear, grid: Grid, layers: Sequence[Linear]) -> None:
     """Raises WeightError if blocks do not divide the weight, and offers a group that does."""
     rows, columns = grid.block
-    if grid.kind in ("nf4", "fp4") or (linear.shape[1] % (columns or 1) == 0 and linear.shape[0] % (rows or 1) == 0):
+    if grid.kind in ("nf4", "fp4") or _divides(grid, linear):
         return
     fitting = [group for group in GROUPS if all(layer.shape[1] % group == 0 for layer in layers)]
-    offer = f"use --group {fitting[0]}, or " if rows == 1 and grid.kind == "int" and fitting else ""
+    offers = [f"use --group {fitting[0]}"] if rows == 1 and grid.kind == "int" and fitting else []
+    if any(_divides(grid, layer) for layer in layers):
+        offers.append("leave such layers in 16 bit with --keep-odd")
     raise WeightError(
         f"{linear.module}.weight ({linear.shape[0]} x {linear.shape[1]}) is not divided by {rows} x {columns} blocks",
-        fix=f"{offer}leave such layers in 16 bit with --keep-odd",
+        fix=", or ".join(offers) or "no layer is: use a preset without such blocks, as fp8-dynamic or w8a8",
     )
+
+
+def _divides(grid: Grid, linear: Linear) -> bool:
+    rows, columns = grid.block
+    return linear.shape[1] % (columns or 1) == 0 and linear.shape[0] % (rows or 1) == 0
 
 
 def _keep(tensor: TensorInfo, checkpoint: Checkpoint, blocks: int, stored: str) -> tuple[str, list[KeptTensor]]:

@@ -20,7 +20,8 @@ from quantry.serving import container
 from quantry.serving.embedded import END
 from quantry.serving.fit import fitted
 from quantry.serving.process import PATIENCE, Launch, Running, check_port, free_port, start
-from quantry.serving.select import Installed, ServedModel, find_engine, in_image, open_model, select
+from quantry.serving.select import Installed, ServedModel, find_engine, in_image, lacking, open_model, select
+from quantry.serving.vocabulary import check_draft
 from quantry.storage import home
 from quantry.types import Footprint
 
@@ -42,6 +43,32 @@ class ServerPlan:
         steps = (*self.launch.command.steps, *self.launch.command.after)
         return tuple((step.where, step.why, shlex.join(step.argv)) for step in steps if step.where != HERE)
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a person should know before the first request."""
+        checkpoint = self.model.checkpoint
+        if (
+            checkpoint is None
+            or checkpoint.chat_template
+            or any("chat-template" in word for word in self.serving.extra)
+        ):
+            return ()
+        theirs = "the engine puts chats into a form of its own" if self.model.format == "gguf" else "it takes no chats"
+        return (f"{self.model.name} has no chat template: {theirs}; ask for completions, or give --chat-template FILE",)
+
+    def check_installed(self) -> None:
+        """Raises QuantryError if the engine is there and its server is not: before it is started, and fails."""
+        facts = engine_facts(self.serving.engine)
+        if self.launch.removal:  # in an image
+            return
+        if missing := lacking(self.serving.python, facts.installation.needs):
+            raise QuantryError(
+                f"{facts.name} is installed for {self.serving.python} without its server, which needs"
+                f" {' and '.join(missing)}",
+                fix=f"{facts.installed_by(self.serving.platform)}, or serve a GGUF file in the embedded llama.cpp:"
+                f" quantry quantize {self.model.source} --preset gguf-bf16 -o OUT",
+            )
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the JSON of `quantry serve --json`; keys and other secrets are hidden."""
         return {
@@ -58,6 +85,7 @@ class ServerPlan:
             "reasons": [{"flag": flag, "why": why} for flag, why in self.reasons],
             "outdated": [asdict(row) for row in self.outdated],
             "memory": asdict(self.footprint) if self.footprint else None,
+            "warnings": list(self.warnings),
         }
 
 
@@ -79,6 +107,7 @@ def serve(
             print(server.url, server.model)
     """
     prepared = prepare(model, Options(**options))
+    prepared.check_installed()
     return start(prepared.launch, log=log, stream=stream, patience=patience, tell=tell)
 
 
@@ -153,6 +182,7 @@ def _draft(options: Options, model: ServedModel) -> Path | None:
         raise QuantryError(
             f"the draft {draft.source} is {draft.format} and the model {model.format}", fix="use a draft of one format"
         )
+    check_draft(model, draft)
     return draft.path
 
 
@@ -173,14 +203,14 @@ def _launch(options: Options, model: ServedModel, installed: Installed, serving:
         model=name.lower() if facts.server.model_name == "lower" else name,
         context=serving.context,
         removal=(container.runtime(), "rm", "--force", _container(serving)) if options.image else (),
-        ends_with_stdin=embedded,
+        ends_with=(END,) if embedded else (),
     )
 
 
 def _local(command: Command, facts: Engine, installed: Installed, embedded: bool) -> Command:
     """Returns the engine's command with the installed program in place of the usual one."""
     if embedded:
-        return replace(command, argv=(sys.executable, "-m", str(facts.installation.embedded), *command.argv[1:], END))
+        return replace(command, argv=(sys.executable, "-m", str(facts.installation.embedded), *command.argv[1:]))
     if facts.server.script:  # by its path, since the engine's environment need not have Quantry
         spec = find_spec(f"{facts.server.script}.__main__")
         assert spec is not None

@@ -58,7 +58,7 @@ class Launch:
     model: str = ""  # the name that requests ask for
     context: int | None = None
     removal: tuple[str, ...] = ()  # a command that ends what outlives its process: a container
-    ends_with_stdin: bool = False  # it watches its standard input, and does not outlive this process
+    ends_with: tuple[str, ...] = ()  # the word that lets it watch its standard input, and not outlive this process
 
     @property
     def address(self) -> tuple[str, int]:
@@ -239,8 +239,8 @@ def start(
     with _log(file) as output:
         for step in launch.command.steps:
             _run_step(step, environment, place, file, output, tell)
-        stdin = subprocess.PIPE if launch.ends_with_stdin else subprocess.DEVNULL
-        process = _popen(launch.command.argv, environment, place, output, stdin)
+        stdin = subprocess.PIPE if launch.ends_with else subprocess.DEVNULL
+        process = _popen((*launch.command.argv, *launch.ends_with), environment, place, output, stdin)
         running = Running(launch, process, file, stream)
     try:
         _await(running, patience)

@@ -115,6 +115,12 @@ def find_engine(
     return Installed(engine, wanted or number, "cpu" if cpu else hardware.device.platform, name)
 
 
+def lacking(python: str, names: tuple[str, ...]) -> list[str]:
+    """Returns those of the packages that a python does not have."""
+    present = _packages(python, names) if names else {}
+    return [name for name in names if name not in present]
+
+
 def in_image(engine: str, hardware: Hardware, wanted: str | None = None) -> Installed:
     """Returns an engine in a container image: of the named version, or else the newest known one."""
     return Installed(engine, wanted or engine_facts(engine).latest, hardware.device.platform)

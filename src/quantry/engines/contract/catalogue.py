@@ -97,6 +97,7 @@ class Installation:
 
     program: str | None = None
     distributions: tuple[str, ...] = ()  # names of the Python package
+    needs: tuple[str, ...] = ()  # packages without which it is installed and serves nothing
     cpu_distribution: str | None = None  # the one of them that is built for CPUs only
     embedded: str | None = None  # module of a server in Quantry's own python, used unless a program is named
     gpu_probe: str = ""  # Python code that prints True where the embedded engine sees a GPU

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from quantry import __version__
+from quantry.errors import QuantryError
 from quantry.jobs.auto.choices import LayerChoices, limited, model_choices
 from quantry.jobs.auto.damage import GRADIENT_TOKENS, ROWS, DamageMeter, Measured
 from quantry.jobs.auto.solver import Item, ItemOption
@@ -36,6 +37,7 @@ from quantry.quantizing.calibration.store import Statistics, default_store
 from quantry.quantizing.calibration.transform import BlockTransform
 from quantry.quantizing.makers.reader import WeightReader
 from quantry.storage import SENSITIVITY_FILE
+from quantry.storage.reading import read_json
 from quantry.types import Anatomy, Checkpoint, Progress
 
 COMPARED = {  # the choice that layers are ranked by: the first that a layer has
@@ -239,6 +241,7 @@ def _key(statistics: Statistics, method: Method, layers: Sequence[LayerChoices])
 def _load(path: Path) -> Sensitivity | None:
     """Reads what an earlier run measured: a solver may ask for many sizes, and a killed job resumes."""
     try:
-        return Sensitivity.from_dict(json.loads(path.read_bytes()))
-    except (OSError, ValueError, KeyError, TypeError):
+        earlier = Sensitivity.from_dict(read_json(path, Sensitivity, fix="remove it"))
+    except (QuantryError, TypeError):
         return None
+    return earlier if all(layer.candidates for layer in earlier.layers) else None

@@ -1,8 +1,9 @@
 """`quantry bench`: measures a server under load, level by level, and compares the figures with limits.
 
 guidellm generates the load (guidellm_process.py); the engine's own counters are read around every level (metrics.py). A
-limit applies to every level that was asked for. A sweep, which goes on until the server gives no more, passes if its
-first level does, and names the fastest level that passes.
+limit applies to every level that was asked for, and requests that fail fail their level unless a limit allows them. A
+sweep, which goes on until the server gives no more, passes if its first level does, and names the fastest level that
+passes. A level without answers and a server that is gone at the end always fail.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +11,6 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from quantry import __version__
@@ -24,6 +24,7 @@ from quantry.jobs.load.scenario import Concurrency, Lengths, Load, Profile
 from quantry.jobs.load.slo import SloFinding, check_limits, judge
 from quantry.jobs.output_folder import write_json, writing
 from quantry.storage import write_atomically
+from quantry.storage.temporary import temporary_folder
 from quantry.types import Progress
 
 GAIN = 1.1  # a sweep ends when twice the requests at once give less than this times the tokens
@@ -42,11 +43,17 @@ class Bench:
     levels: tuple[Level, ...]
     slo: Mapping[str, float]
     findings: tuple[SloFinding, ...]
-    verdict: str  # pass or fail; empty without limits
-    best: str | None  # the level with the most tokens per second that passes every limit
+    verdict: str  # pass or fail; empty without limits and failures
+    best: str | None  # the level with the most tokens per second that passes every limit and failed no request
     notes: tuple[str, ...]
     versions: Mapping[str, str] = field(default_factory=dict)
     path: Path | None = None
+
+    @property
+    def verdict_words(self) -> str:
+        if self.verdict == FAIL and all(finding.ok for finding in self.findings):
+            return "requests failed"
+        return {PASS: "keeps the limits", FAIL: "does not keep the limits"}.get(self.verdict, "")
 
     def to_dict(self) -> dict[str, Any]:
         content = asdict(self)
@@ -75,7 +82,7 @@ def bench(
     guidellm_python: Path | None = None,
     started: GuidellmProcess | None = None,
     timeout: float = scenario.TIMEOUT,
-    seed: int = scenario.SEED,
+    seed: int | None = None,
     progress: Progress | None = None,
 ) -> Bench:
     """Loads an OpenAI endpoint level by level, and compares the figures with `slo` (see slo.LIMITS; times in ms).
@@ -83,7 +90,8 @@ def bench(
     A level is a number of requests at once (`concurrency`, or "sweep" to double it while that helps), or of requests
     that arrive per second at random moments (`rate`, Poisson). A level ends after `requests` or `seconds`. Prompts are
     generated in the given lengths and share their first `shared_prefix` tokens, or come from `dataset`, a file or hub
-    id. bench.json and bench.html go into the folder `output`. `started` is a guidellm that is running already.
+    id. Each run has new prompts unless `seed` repeats those of another, which the server's cache may know. bench.json
+    and bench.html go into the folder `output`. `started` is a guidellm that is running already.
 
     Raises QuantryError if an option is wrong, guidellm is missing, or the server answers no request. Example:
 
@@ -95,15 +103,15 @@ def bench(
         prompt=Lengths.of(prompt_tokens, "--prompt-tokens"), answer=Lengths.of(answer_tokens, "--answer-tokens"),
         requests=requests, seconds=scenario.SECONDS if seconds is None and requests is None else seconds,
         shared_prefix=shared_prefix, dataset=None if dataset is None else str(dataset), chat=chat, timeout=timeout,
-        seed=seed,
+        seed=scenario.new_seed() if seed is None else seed,
     ).checked()  # fmt: skip
     check_output(output)
     guidellm = started or Path(guidellm_process.find_python(guidellm_python))
     server = endpoint.find(url, model, api_key)
     levels, version = _measured(server, load, profiles, tokenizer, guidellm, progress)
     _check_answered(server, levels)
-    result = _bench(server, load, levels, limits, swept=concurrency == scenario.SWEEP)
-    finished = replace(result, versions={"quantry": __version__, "guidellm": version})
+    finished = _result(server, load, levels, limits, swept=concurrency == scenario.SWEEP, repeated=seed is not None)
+    finished = replace(finished, versions={"quantry": __version__, "guidellm": version})
     return _written(finished, output) if output else finished
 
 
@@ -122,10 +130,10 @@ def _measured(
     progress: Progress | None,
 ) -> tuple[tuple[Level, ...], str]:
     """Measures all levels with a running guidellm, or with one that it starts; returns its version too."""
-    with TemporaryDirectory(prefix="quantry-tokenizer-") as spare:
+    with temporary_folder() as spare:
         counted_with = None
         if tokenizer is not None or load.dataset is None:  # prompts of a data set have their own lengths
-            counted_with = endpoint.tokenizer(server, None if tokenizer is None else str(tokenizer), Path(spare))
+            counted_with = endpoint.tokenizer(server, None if tokenizer is None else str(tokenizer), spare)
         server.ask(chat=load.chat, patience=load.timeout)
         offline = not load.is_on_hub and (counted_with is None or Path(counted_with).is_dir())
         started = guidellm_process.started
@@ -168,14 +176,12 @@ def _check_answered(server: Endpoint, levels: Sequence[Level]) -> None:
     )
 
 
-def _bench(
-    server: Endpoint, load: Load, levels: tuple[Level, ...], limits: Mapping[str, float], *, swept: bool
+def _result(
+    server: Endpoint, load: Load, levels: tuple[Level, ...], limits: Mapping[str, float], *, swept: bool, repeated: bool
 ) -> Bench:
+    gone = endpoint.problem_of(server) if any(level.errors for level in levels) else ""
     findings = judge(levels, limits)
-    failed = {finding.level for finding in findings if not finding.ok}
-    passed = [level for level in levels if level.name not in failed and level.completed]
-    best = max(passed, key=lambda level: level.output_tokens_per_second, default=None)
-    fails = levels[0].name in failed if swept else bool(failed)
+    failed = _failed(levels, findings, gone, swept=swept)
     return Bench(
         url=server.root,
         model=server.model,
@@ -184,13 +190,33 @@ def _bench(
         levels=levels,
         slo=limits,
         findings=findings,
-        verdict=(FAIL if fails else PASS) if limits else "",
-        best=best.name if best else None,
-        notes=tuple(_notes(levels, load)),
+        verdict=FAIL if failed else PASS if limits else "",
+        best=_best(levels, findings),
+        notes=(*_notes(levels, load, repeated=repeated), *([gone] if gone else ())),
     )
 
 
-def _notes(levels: Sequence[Level], load: Load) -> Iterator[str]:
+def _best(levels: Sequence[Level], findings: Sequence[SloFinding]) -> str | None:
+    passed = [level for level in levels if level.name not in _failing(levels, findings)]
+    best = max(passed, key=lambda level: level.output_tokens_per_second, default=None)
+    return best.name if best else None
+
+
+def _failing(levels: Sequence[Level], findings: Sequence[SloFinding]) -> set[str]:
+    """Returns the levels that break a limit, have no answer, or failed a request that no limit allows."""
+    allowed = {finding.level for finding in findings if finding.name == "error_rate"}
+    broken = {level.name for level in levels if not level.completed or (level.errors and level.name not in allowed)}
+    return broken | {finding.level for finding in findings if not finding.ok}
+
+
+def _failed(levels: Sequence[Level], findings: Sequence[SloFinding], gone: str, *, swept: bool) -> bool:
+    failing = _failing(levels, findings)
+    if gone or not all(level.completed for level in levels):
+        return True
+    return levels[0].name in failing if swept else bool(failing)
+
+
+def _notes(levels: Sequence[Level], load: Load, *, repeated: bool) -> Iterator[str]:
     for level in levels:
         if level.errors:
             yield f"{level.name}: {level.errors} of {level.errors + level.completed} requests failed: {level.problem}"
@@ -201,6 +227,8 @@ def _notes(levels: Sequence[Level], load: Load) -> Iterator[str]:
         yield "the server has no metrics page that is known: no cache or acceptance rates"
     if load.dataset is not None:
         yield "prompts of a data set come again in every level: a prefix cache may know them"
+    elif repeated:
+        yield f"the prompts are those of seed {load.seed}: a server that had them before answers from its cache"
 
 
 def _written(result: Bench, output: Path) -> Bench:

@@ -66,6 +66,15 @@ def find(url: str, model: str | None, key: str | None) -> Endpoint:
     return Endpoint(root, str(row["id"]), key, tuple(_places(root, key, row)))
 
 
+def problem_of(endpoint: Endpoint) -> str:
+    """Returns why the endpoint answers no more; an empty text if it does."""
+    try:
+        find(endpoint.root, endpoint.model, endpoint.key)
+    except QuantryError as error:
+        return f"after the load: {error.problem}"
+    return ""
+
+
 def tokenizer(endpoint: Endpoint, wanted: str | None, spare: Path) -> str:
     """Returns a folder or hub id that transformers can load; writes the tokenizer of a GGUF file into `spare`.
 

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from quantry.errors import QuantryError
+from quantry.storage.temporary import temporary_folder
 
 INSTALL = "pip install 'quantry[bench]'"
 OWN = "if it is in another environment, name its python with --guidellm-python"
@@ -85,9 +85,8 @@ def started(python: Path | None, *, offline: bool) -> Iterator[GuidellmProcess]:
     Raises QuantryError if guidellm is not installed or not supported.
     """
     program = find_python(python)
-    with TemporaryDirectory(prefix="quantry-bench-") as name:
-        folder = Path(name)
-        environment = {**os.environ, **ENVIRONMENT, "HF_DATASETS_CACHE": name, "PYTHONUNBUFFERED": "1"}
+    with temporary_folder() as folder:
+        environment = {**os.environ, **ENVIRONMENT, "HF_DATASETS_CACHE": str(folder), "PYTHONUNBUFFERED": "1"}
         if offline:
             environment["HF_HUB_OFFLINE"] = "1"
         with (folder / "log").open("wb") as log:

@@ -32,8 +32,8 @@ def page(result: Bench) -> str:
 
 
 def _head(result: Bench) -> str:
-    badge = {"pass": "keeps the limits", "fail": "does not keep the limits"}.get(result.verdict)
-    shown = f'<p><span class="badge {result.verdict}">{badge}</span></p>' if badge else ""
+    words = result.verdict_words
+    shown = f'<p><span class="badge {result.verdict}">{words}</span></p>' if words else ""
     best = next((level for level in result.levels if level.name == result.best), None)
     figures = _tiles(best, bool(result.slo)) if best else ""
     return (

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from secrets import randbelow
 from typing import Any, Literal
 
 from quantry.errors import QuantryError
@@ -14,7 +15,7 @@ SECONDS = 30.0  # of a level, by default
 MOST = 512  # requests at once in the last level of a sweep
 ERRORS = 50  # that end a level
 TIMEOUT = 600.0  # seconds for one request
-SEED = 42
+SEEDS = 1 << 31
 AHEAD = 64  # prompts that are generated ahead: guidellm's 4,096 would take a core from the server
 FILE_TYPES = {
     ".jsonl": "json_file",
@@ -103,6 +104,11 @@ def profiles_of(concurrency: Concurrency, rate: Sequence[float] | float | None) 
             f"the concurrency is {concurrency!r}", fix=f"give numbers above 0, such as 1,4,16, or {SWEEP}"
         )
     return [Profile(number) for number in numbers]
+
+
+def new_seed() -> int:
+    """Returns a seed of prompts that no server has seen."""
+    return randbelow(SEEDS)
 
 
 def doubling_profiles() -> Iterator[Profile]:

@@ -1,6 +1,5 @@
 """Measures the settings of `quantry tune`: starts a server for each, and puts the same load on all of them."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,8 @@ from quantry.jobs.load.bench import bench
 from quantry.jobs.load.choice import DEFAULT, ArtefactProof, Recommendation, Trial
 from quantry.jobs.load.guidellm_process import GuidellmProcess
 from quantry.jobs.load.switches import Change, serve_words
+from quantry.quantizing.artefact_file import read_artefact_file
 from quantry.serving.prepare import serve
-from quantry.storage import ARTEFACT_FILE
 from quantry.types import Progress
 
 AGAIN, TOGETHER = "default again", "together"
@@ -105,10 +104,9 @@ def _confirmed(
 def read_proof(artefact: str | Path) -> ArtefactProof:
     """Reads the proof of an artefact from its quantry.json; returns an empty one if there is no such file."""
     path = Path(artefact).expanduser()
-    card = (path if path.is_dir() else path.parent) / ARTEFACT_FILE
     try:
-        content = json.loads(card.read_text(encoding="utf-8"))
-        proof, recipe = content.get("proof") or {}, content.get("recipe") or {}
-        return ArtefactProof(proof.get("verdict"), proof.get("gate"), recipe.get("kv"))
-    except (OSError, ValueError, AttributeError):
+        content = read_artefact_file(path if path.is_dir() else path.parent)
+    except QuantryError:
         return ArtefactProof()
+    proof, recipe = content.get("proof", {}), content.get("recipe", {})
+    return ArtefactProof(proof.get("verdict"), proof.get("gate"), recipe.get("kv"))

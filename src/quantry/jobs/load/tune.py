@@ -18,7 +18,7 @@ from quantry.errors import QuantryError
 from quantry.jobs.load import choice, guidellm_process, prompts
 from quantry.jobs.load.bench import check_output
 from quantry.jobs.load.choice import ArtefactProof, Recommendation, Trial
-from quantry.jobs.load.scenario import Lengths
+from quantry.jobs.load.scenario import Lengths, new_seed
 from quantry.jobs.load.slo import check_limits
 from quantry.jobs.load.switches import SPECULATION, Switches
 from quantry.jobs.load.trials import TrialRunner, read_proof, run_trials
@@ -102,7 +102,7 @@ def tune(
     load = {
         "prompt_tokens": lengths[0], "answer_tokens": lengths[1], "concurrency": (concurrency,),
         "requests": requests or EACH * concurrency, "shared_prefix": shared_prefix, "dataset": dataset,
-        "tokenizer": tokenizer, "chat": chat, "slo": dict(slo or {}),
+        "tokenizer": tokenizer, "chat": chat, "slo": dict(slo or {}), "seed": new_seed(),
     }  # fmt: skip
     if output:
         with writing(output):  # before minutes are spent

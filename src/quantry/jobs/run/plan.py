@@ -11,7 +11,7 @@ from quantry.engines.contract.catalogue import engine_facts, usual
 from quantry.engines.contract.options import HOST
 from quantry.errors import CheckpointError, QuantryError
 from quantry.jobs.auto.choices import FORMATS as MIXED_FORMATS
-from quantry.jobs.output_folder import OutputFolder, read_object
+from quantry.jobs.output_folder import OutputFolder, read_card
 from quantry.models.reader import open_checkpoint, small_folder
 from quantry.planning.budget import parse
 from quantry.planning.commands import plain_name
@@ -129,7 +129,7 @@ class RunPlan:
 
     @property
     def is_verified(self) -> bool:
-        return self.is_quantized and "proof" in read_object(self.artefact / ARTEFACT_FILE)
+        return self.is_quantized and "proof" in read_card(self.artefact)
 
     def summary(self) -> str:
         """Returns the plan in a line."""

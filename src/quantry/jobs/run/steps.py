@@ -6,27 +6,49 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TypedDict
 
 from quantry import __version__
 from quantry.devices.detect import detect
 from quantry.errors import OutputError
-from quantry.jobs.output_folder import read_artefact, read_object, write_json
+from quantry.jobs.output_folder import read_artefact, read_card, write_json
 from quantry.jobs.run.plan import LOG, PLAN, RunPlan
 from quantry.jobs.run.result import Run, RunStep, figures_of
 from quantry.jobs.run.server import first_answer, measured_memory, server_options
 from quantry.models.identity import identity
 from quantry.models.reader import local_folder, open_checkpoint
 from quantry.planning.commands import plain_name
+from quantry.quantizing.artefact_file import Finding
 from quantry.report.sizes import human
 from quantry.serving.client import Answer
 from quantry.serving.prepare import ServerPlan, prepare
 from quantry.serving.process import Running, start
-from quantry.storage import ARTEFACT_FILE
+from quantry.storage.shape import fault
 from quantry.types import Progress
 
 Showing = Callable[[str], AbstractContextManager[Progress | None]]  # takes the name of a step
 MEMORY = ("weights", "kv_cache", "activations", "overhead", "total")
+
+
+class RunNote(TypedDict, total=False):
+    """What is read back of run.json."""
+
+    jobs: dict[str, dict[str, Any]] | None
+
+
+class RunProof(TypedDict):
+    """The part of a proof that a run shows."""
+
+    verdict: str
+    gate: str
+    kl: float
+    top1: float
+    perplexity: float
+    reference_perplexity: float
+    served: dict[str, Any] | None
+    findings: list[Finding]
+    text: dict[str, Any]
+    notes: list[str]
 
 
 class RunSteps:
@@ -36,7 +58,7 @@ class RunSteps:
         self._plan = plan
         self._tell, self._showing = tell, showing
         self._steps: list[RunStep] = []
-        self._records: dict[str, Any] = plan.folder.read_note().get("jobs") or {}
+        self._records: dict[str, Any] = plan.folder.read_note(RunNote).get("jobs") or {}
         self._card: dict[str, Any] = {}
         self._server_plan: ServerPlan | None = None
         self._running: Running | None = None
@@ -86,7 +108,7 @@ class RunSteps:
             self._write()
             with self._showing("quantize") as progress:
                 quantize(plan.source, plan.artefact, **plan.quantize_options, progress=progress)
-        self._card = read_object(plan.artefact / ARTEFACT_FILE)
+        self._card = read_card(plan.artefact)
         before, after = human(self._card["source_bytes"]), human(self._card["bytes"])
         words = f"{before} -> {after}, {self._card['bits_per_weight']:.2f} bits a weight"
         self._done(RunStep("quantize", words, str(self._weights()), exists, perf_counter() - started))
@@ -103,7 +125,7 @@ class RunSteps:
             with self._showing("verify") as progress:
                 recorded(verify(plan.artefact, reference=plan.source, **plan.verify_options, progress=progress))
             self._record["measure"] = measure
-            self._card = read_object(plan.artefact / ARTEFACT_FILE)
+            self._card = read_card(plan.artefact)
             self._write()
         card = str(plan.artefact / "README.md")
         self._done(RunStep("verify", self._proof_summary(), card, exists, perf_counter() - started))
@@ -176,7 +198,7 @@ class RunSteps:
 
     def _is_same_proof(self, proof: Any) -> bool:
         """Returns True if the recorded proof has this gate and text: the user may have verified the artefact since."""
-        if not isinstance(proof, dict):
+        if fault(proof, RunProof):
             return False
         text = proof.get("text") or {}
         wanted = (self._plan.gate, self._plan.text.windows, self._plan.text.length)

@@ -1,7 +1,7 @@
 """The jobs of a sweep, and every check that is possible before the first one starts."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,7 @@ class SweepPlan:
     folder: OutputFolder
     jobs: tuple[SweepJob, ...]
     empty: Sweep  # the result, without rows
+    measure: Callable[[str], Mapping[str, Any]]  # what distinguishes the measurement of a format from others
 
 
 def plan_sweep(
@@ -136,7 +137,9 @@ def plan_sweep(
     )
     made = [jobs.artefact(spec, each, out / spec.name) for spec, each in zip(specs, facts, strict=True)]
     rows = (*made, *map(jobs.peer, others))
-    return SweepPlan(model, identity(open_checkpoint(checkpoint)), anatomy.parameters, folder, rows, empty)
+    return SweepPlan(
+        model, identity(open_checkpoint(checkpoint)), anatomy.parameters, folder, rows, empty, jobs.measure
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +161,14 @@ class _Jobs:
     def peer(self, peer: Peer) -> SweepJob:
         return SweepJob(peer.name, peer.name, peer.target, None, {}, *self._measured(peer.format))
 
+    def measure(self, format_: str) -> dict[str, Any]:
+        """Returns what distinguishes the measurement of a format from others."""
+        options = self.measurement.options(format_)
+        return {**options, "text": self.text, "engine_python": None, "quantry": __version__}
+
     def _measured(self, format_: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the arguments of verify, and what distinguishes the measurement from others."""
-        options = self.measurement.options(format_)
-        return options, {**options, "text": self.text, "engine_python": None, "quantry": __version__}
+        return self.measurement.options(format_), self.measure(format_)
 
 
 def read_peers(peers: str | Sequence[str | Path], specs: Sequence[ArtefactSpec]) -> list[Peer]:

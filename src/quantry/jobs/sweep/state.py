@@ -5,12 +5,12 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Required, TypedDict
 
 from quantry.errors import OutputError
 from quantry.formats.gguf import NAME as GGUF
 from quantry.jobs import artefact_report
-from quantry.jobs.output_folder import damaged, read_artefact
+from quantry.jobs.output_folder import read_artefact
 from quantry.jobs.quantize import quantize
 from quantry.jobs.sweep.plan import SweepJob, SweepPlan
 from quantry.jobs.sweep.table import Outcome, Sweep, mark_frontier
@@ -23,6 +23,47 @@ from quantry.types import Progress, Proof
 FIGURES = tuple(name for key in ("kl", "served_kl", "top1", "perplexity") for name in (key, f"{key}_interval"))
 COMMON = ("reference_perplexity", "noise_floor")  # equal in all proofs of a sweep
 SIZES = ("format", "bytes", "bits_per_weight")
+
+
+class SizesNote(TypedDict):
+    """The size of a row."""
+
+    format: str
+    bytes: int
+    bits_per_weight: float
+
+
+class RecordedProof(TypedDict):
+    """The part of a proof that a row keeps."""
+
+    kl: float | None
+    top1: float | None
+    perplexity: float | None
+    intervals: dict[str, list[float | None]]
+    served: dict[str, Any] | None
+    verdict: str
+    reference_perplexity: float | None
+    noise_floor: float | None
+    notes: list[str]
+
+
+class RecordNote(TypedDict, total=False):
+    """A job: what was asked, made and measured."""
+
+    spec: str
+    asked: dict[str, Any]
+    made: str
+    sizes: SizesNote
+    measure: dict[str, Any]
+    proof: RecordedProof
+
+
+class SweepNote(TypedDict, total=False):
+    """What is read back of sweep.json."""
+
+    model: str
+    identity: Required[str]
+    jobs: Required[dict[str, RecordNote]]
 
 
 class JobProgress:
@@ -64,9 +105,10 @@ class SweepState:
         self._problems: dict[str, str] = {}
         for job in plan.jobs:
             self._check(job)
+        self._earlier = tuple(name for name in self._records if self._is_kept(name))
 
     def _read(self) -> dict[str, dict[str, Any]]:
-        content = self._plan.folder.read_note()
+        content = self._plan.folder.read_note(SweepNote)
         if not content:
             return {}
         if content.get("identity") != self._plan.identity:
@@ -74,10 +116,7 @@ class SweepState:
                 f"{self._plan.folder.path} is a sweep of another model, {str(content.get('model'))[:40]}",
                 fix="choose another output",
             )
-        records = content.get("jobs")
-        if not isinstance(records, dict) or not all(isinstance(record, dict) for record in records.values()):
-            raise damaged(self._plan.folder.note)
-        return records
+        return dict(content["jobs"])
 
     def _check(self, job: SweepJob) -> None:
         """Raises OutputError if the folder of a job holds an artefact of another request."""
@@ -94,6 +133,16 @@ class SweepState:
         if out.exists() and record.get("made", _digest(out)) != _digest(out):
             raise OutputError(f"{out} is not what the sweep wrote", fix="remove it to have it made anew")
 
+    def _is_kept(self, name: str) -> bool:
+        """Returns True for an artefact or peer of an earlier sweep that this one does not ask for, if it is there."""
+        record = self._records[name]
+        if name in {job.name for job in self._plan.jobs} or "sizes" not in record:
+            return False
+        folder = self._plan.folder.path / name
+        if "asked" not in record:  # a peer, which may be anywhere
+            return True
+        return folder.is_dir() and _digest(folder) == record.get("made")
+
     def quantize(self, job: SweepJob, shown: JobProgress) -> None:
         """Writes an artefact unless it exists; reads the size and format of another tool's file."""
         if job.peer:
@@ -108,7 +157,7 @@ class SweepState:
         record = self._records.setdefault(job.name, {})
         if record.get("made", made) != made:
             record.clear()  # another file under a known name
-        record |= {"made": made, "sizes": sizes}
+        record |= {"spec": job.text, "made": made, "sizes": sizes}
 
     def verify(self, job: SweepJob, shown: JobProgress) -> None:
         """Measures an artefact and writes its report, unless it was measured on the same text in the same way."""
@@ -132,40 +181,77 @@ class SweepState:
     def outcome(self, job: SweepJob) -> Outcome:
         """Returns the row of a job, with the figures that this run has."""
         record = self._records[job.name]
-        sizes, proof = record.get("sizes", {}), record.get("proof", {})
-        row = Outcome(job.name, job.text, job.peer, problem=self._problems.get(job.name), **sizes)
-        if row.bytes is None or not proof:
-            return row
-        measured = artefact_report.measured(job.name, row.bytes, proof)
-        figures = {name: getattr(measured, name) for name in FIGURES}
-        return replace(row, **figures, engine=(proof["served"] or {}).get("engine"), verdict=proof["verdict"])
+        row = Outcome(job.name, job.text, job.peer, problem=self._problems.get(job.name), **record.get("sizes", {}))
+        return _with_figures(row, record.get("proof"))
 
     def result(self) -> Sweep:
-        """Returns the whole table."""
-        records = [self._records[job.name] for job in self._plan.jobs]
-        proofs = [record["proof"] for record in records if "proof" in record]
+        """Returns the whole table: what was asked for, then what earlier sweeps have left in the folder.
+
+        Rows of earlier sweeps have figures if they were measured as the others now are.
+        """
+        alike = [name for name in self._earlier if not self._difference(name)]
+        names = [*(job.name for job in self._plan.jobs), *alike]
+        proofs = [record["proof"] for name in names if "proof" in (record := self._records[name])]
         empty = self._plan.empty
+        rows = [*(self.outcome(job) for job in self._plan.jobs), *map(self._earlier_row, self._earlier)]
+        notes = (*empty.notes, *(note for proof in proofs for note in proof["notes"]), *self._differences())
         return replace(
             empty,
-            rows=mark_frontier([self.outcome(job) for job in self._plan.jobs]),
-            notes=tuple(dict.fromkeys([*empty.notes, *(note for proof in proofs for note in proof["notes"])])),
+            rows=mark_frontier(rows),
+            notes=tuple(dict.fromkeys(notes)),
             **{key: proofs[0][key] for key in COMMON if proofs},
         )
+
+    def _earlier_row(self, name: str) -> Outcome:
+        record = self._records[name]
+        row = Outcome(name, record.get("spec", name), "asked" not in record, **record["sizes"])
+        return row if self._difference(name) else _with_figures(row, record["proof"])
+
+    def _difference(self, name: str) -> str:
+        """Returns how the measurement of an earlier sweep differs from this one's; an empty text if it does not."""
+        record = self._records[name]
+        now = _as_json(self._plan.measure(record["sizes"]["format"]))
+        if "proof" not in record or "measure" not in record:
+            return "it was not measured"
+        before = record["measure"]
+        differing = next((key for key in sorted({*before, *now}) if before.get(key) != now.get(key)), None)
+        if differing is None:
+            return ""
+        if differing == "text":
+            return "it was measured on another text"
+        return f"it was measured with {differing} {str(before.get(differing))[:20]}, not {str(now.get(differing))[:20]}"
+
+    def _differences(self) -> list[str]:
+        reasons = {name: self._difference(name) for name in self._earlier}
+        return [
+            f"{name} has no figures here, since {reason}: name it among the presets to measure it again"
+            for name, reason in reasons.items()
+            if reason
+        ]
 
     def provenance(self) -> dict[str, Any]:
         """Returns the request of each artefact, and the hashes of its files."""
         provenance = {}
-        for job in self._plan.jobs:
-            if not job.peer and "made" in self._records[job.name]:
-                files = read_artefact(Path(job.target))["files"]
-                hashes = {name: file["sha256"] for name, file in files.items()}
-                provenance[job.name] = {"asked": dict(job.request), "files": hashes}
+        for name in (*(job.name for job in self._plan.jobs), *self._earlier):
+            record = self._records[name]
+            if "asked" in record and "made" in record:
+                files = read_artefact(self._plan.folder.path / name)["files"]
+                hashes = {file: facts["sha256"] for file, facts in files.items()}
+                provenance[name] = {"asked": record["asked"], "files": hashes}
         return provenance
 
     def write(self, result: Sweep) -> None:
         """Writes sweep.json: the table so far and the records; no paths of this machine."""
         table = {key: value for key, value in result.to_dict().items() if key != "path"}
         self._plan.folder.write_note(**table, identity=self._plan.identity, jobs=self._records)
+
+
+def _with_figures(row: Outcome, proof: Mapping[str, Any] | None) -> Outcome:
+    if row.bytes is None or not proof:
+        return row
+    measured = artefact_report.measured(row.name, row.bytes, proof)
+    figures = {name: getattr(measured, name) for name in FIGURES}
+    return replace(row, **figures, engine=(proof["served"] or {}).get("engine"), verdict=proof["verdict"])
 
 
 def _peer_sizes(target: str | Path, parameters: int) -> tuple[str, dict[str, Any]]:
@@ -180,10 +266,7 @@ def _peer_sizes(target: str | Path, parameters: int) -> tuple[str, dict[str, Any
 def _digest(artefact: Path) -> str:
     """Returns a hash of what quantry.json says about an artefact, without its proof."""
     card = read_artefact(artefact)
-    try:
-        facts = {key: card[key] for key in ("quantry", "preset", *SIZES, "recipe", "files")}
-    except KeyError as error:
-        raise damaged(artefact) from error
+    facts = {key: card[key] for key in ("quantry", "preset", *SIZES, "recipe", "files")}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 

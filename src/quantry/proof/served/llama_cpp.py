@@ -10,6 +10,7 @@ import torch
 
 from quantry.errors import CheckpointError, ModelNotFoundError, QuantryError, WeightError
 from quantry.llamacpp.model import LlamaModel
+from quantry.llamacpp.trial import check_loads
 from quantry.models.reader import open_checkpoint
 from quantry.proof.divergence import Array, Scores, scores_at
 from quantry.proof.served.contract import Served
@@ -35,7 +36,9 @@ class EmbeddedLlama:
             raise QuantryError("there is no window to score", fix="give at least one")
         lengths = [len(window.tokens) for window in windows]
         scores, done = list[Scores](), 0
-        with LlamaModel(gguf_file(artefact), context=max(lengths), threads=self.threads) as model:
+        file = gguf_file(artefact)
+        check_loads(file)
+        with LlamaModel(file, context=max(lengths), threads=self.threads) as model:
             for window, places in zip(windows, ids, strict=True):
                 scores.append(_scores(model, window, places))
                 done += len(window.tokens)
@@ -45,7 +48,9 @@ class EmbeddedLlama:
 
     def generate(self, artefact: Path, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
         longest = max((len(prompt) for prompt in prompts), default=0)
-        with LlamaModel(gguf_file(artefact), context=longest + max_tokens, threads=self.threads) as model:
+        file = gguf_file(artefact)
+        check_loads(file)
+        with LlamaModel(file, context=longest + max_tokens, threads=self.threads) as model:
             return [model.generate(prompt, max_tokens) for prompt in prompts]
 
 

@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import IO, Any
 
@@ -26,6 +25,7 @@ from quantry.errors import ModelNotFoundError, QuantryError
 from quantry.proof.divergence import Array, Scores, is_whole
 from quantry.proof.served.contract import Served
 from quantry.proof.text import Window
+from quantry.storage.temporary import temporary_folder
 from quantry.types import Progress
 
 SCRIPT = Path(__file__).parent / "inside" / "script.py"
@@ -95,8 +95,7 @@ class EngineProcess:
                 f"{request.artefact} is not a folder", fix=f"{self.facts.label} loads one with config.json"
             )
         listener = _Listener(self, self.program(), request, progress)
-        with TemporaryDirectory(prefix="quantry-served-") as name:
-            folder = Path(name)
+        with temporary_folder() as folder:
             request.write(folder)
             command = [listener.program, str(SCRIPT), self.facts.module, str(self.scorer), str(folder)]
             with _started(command, folder, {**self.facts.environment, **os.environ, **ENVIRONMENT}) as process:

@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from quantry.errors import QuantryError, UnknownNameError
 from quantry.proof.tasks.answers import Answers
 from quantry.proof.tasks.significance import Paired, paired
+from quantry.storage.temporary import temporary_folder
 from quantry.types import Progress
 
 SEED = 1234  # for the choice of examples; as in the harness
@@ -83,8 +83,8 @@ def evaluate(
     from quantry.proof.tasks.lm_eval_model import LmEvalModel
 
     model = LmEvalModel(answers, progress)
-    with TemporaryDirectory(prefix="quantry-tasks-") as folder, _quiet():
-        loaded = _load(tasks, Path(folder))
+    with temporary_folder() as folder, _quiet():
+        loaded = _load(tasks, folder)
         for task in loaded["tasks"].values():
             _set_examples(task)
         try:
@@ -103,8 +103,8 @@ def check(tasks: Sequence[str | Path], limit: int | None) -> None:
     if limit is not None and limit < 1:
         raise QuantryError(f"a limit of {limit} questions leaves nothing to ask", fix="give at least 1")
     _check_installed()
-    with TemporaryDirectory(prefix="quantry-tasks-") as folder:
-        _specs(tasks, Path(folder))
+    with temporary_folder() as folder:
+        _specs(tasks, folder)
 
 
 def compare(base: Sequence[TaskResult], quantized: Sequence[TaskResult]) -> list[TaskComparison]:

@@ -9,8 +9,6 @@ memory.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -33,6 +31,7 @@ from quantry.quantizing.calibration.resumable_walk import ResumableWalk
 from quantry.quantizing.calibration.store import Statistics
 from quantry.quantizing.calibration.text import SEED
 from quantry.quantizing.calibration.transform import BlockTransform
+from quantry.storage.temporary import temporary_folder
 from quantry.types import Activation, Scheme, Stats
 
 CPU = torch.device("cpu")
@@ -103,8 +102,8 @@ class BlockCalibration:
         """Computes the importance matrix of a GGUF file with these tensors; also returns the file that holds it."""
         text, observed = self._statistics.text, self._statistics.observed
         blocks = (self._low_memory.run(index, partial(observed, index)) for index in range(self._statistics.count))
-        with TemporaryDirectory() as folder:
-            path = Path(folder) / IMPORTANCE
+        with temporary_folder() as folder:
+            path = folder / IMPORTANCE
             importance.write(path, sums(blocks, targets), [text.name], text.length)
             return importance.read(path), path.read_bytes()
 

@@ -12,20 +12,30 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from quantry.blockwise.skeleton import WeightSource
 from quantry.blockwise.walk import Block, Walk
-from quantry.errors import ConfigError
+from quantry.errors import ConfigError, QuantryError
 from quantry.models.weights import DTYPES, NAMES, as_bytes
+from quantry.storage.reading import parse_object
 from quantry.types import Progress
 
 MEMORY = 8 << 30  # bytes of hidden states kept in memory: 128 windows of 2048 tokens and 8192 channels take 4.3 GB
 HEADER = 4096  # bytes before the hidden states in a file
 STEP = 16 << 20
 KEPT = re.compile(r"hidden-(\d{5})\.partial")  # a workspace removes files that end in .partial when the job is done
+
+
+class Header(TypedDict):
+    """The first bytes of a file of hidden states, as JSON."""
+
+    dtype: str
+    channels: int
+    checksum: int
 
 
 @dataclass(slots=False, eq=False, kw_only=True)
@@ -160,7 +170,7 @@ def load(path: Path, lengths: Sequence[int]) -> list[Tensor] | None:
     """Maps the hidden states of windows of these lengths from a file; None if the file is damaged."""
     try:
         with path.open("rb") as file:
-            facts = json.loads(file.read(HEADER))
+            facts = parse_object(file.read(HEADER), str(path), Header, fix="remove it")
             checksum = 0
             while data := file.read(STEP):
                 checksum = zlib.crc32(data, checksum)
@@ -168,9 +178,11 @@ def load(path: Path, lengths: Sequence[int]) -> list[Tensor] | None:
             return None
         dtype, channels = DTYPES[facts["dtype"]], facts["channels"]
         skipped, values = HEADER // dtype.itemsize, sum(lengths) * channels
+        if path.stat().st_size != (skipped + values) * dtype.itemsize:
+            return None
         mapped = torch.from_file(str(path), shared=False, size=skipped + values, dtype=dtype)
         return list(torch.split(mapped[skipped:].view(-1, channels), list(lengths)))
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError):
+    except (OSError, QuantryError, KeyError, RuntimeError):
         return None
 
 

@@ -36,6 +36,7 @@ from quantry.quantizing.calibration.resumable_walk import ResumableWalk
 from quantry.quantizing.calibration.statistics import Heads
 from quantry.quantizing.calibration.text import CalibrationText
 from quantry.storage import home
+from quantry.storage.reading import parse_object
 from quantry.types import Stats
 
 FORMAT = 1  # of the files; another number leaves older ones unread
@@ -213,7 +214,7 @@ def _load(path: Path, device: torch.device) -> ObservedBlock | None:
         keys, values = tensors.get("heads.keys"), tensors.get("heads.values")
         heads = None if keys is None or values is None else Heads(keys.to(device), values.to(device))
         return ObservedBlock(stats, facts["groups"], facts["pools"], heads)
-    except (ValueError, KeyError, TypeError, RuntimeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError):
         return None
 
 
@@ -239,9 +240,9 @@ def load_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-            facts: dict[str, Any] = json.loads(file.metadata()["quantry"])
+            facts = parse_object(file.metadata()["quantry"].encode(), str(path), fix="remove it")
         return (tensors, facts) if facts["checksum"] == _checksum(tensors) else None
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError):
+    except (OSError, SafetensorError, QuantryError, ValueError, KeyError, TypeError, RuntimeError):
         return None
 
 

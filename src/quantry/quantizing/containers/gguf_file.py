@@ -4,7 +4,6 @@ Headers and small files determine all of it: the type of each tensor is llama.cp
 (llamacpp/mixture.py) unless a rule of the recipe names one, and key-values come from config and tokenizer.
 """
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -22,6 +21,7 @@ from quantry.models.reader import IMPORTANCE, small_folder
 from quantry.models.writer import Entry, nbytes
 from quantry.quantizing.recipe import Recipe
 from quantry.quantizing.tensor_plan import DTYPE_NAMES, STORED, GgufTensor, TensorPlan, main_dtype
+from quantry.storage.temporary import temporary_folder
 from quantry.types import Checkpoint, Grid, GridKind, Scheme
 
 ALIGNMENT = 32
@@ -105,8 +105,8 @@ class GgufFile:
             writer.add_int32("split.tensors.count", sum(len(entries) for entries in cut))
         for name, kind, shape in cut[number]:
             writer.add_tensor_info(name, shape, dtype("f4"), nbytes(kind, shape), GGMLQuantizationType[kind])
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "header.gguf"
+        with temporary_folder() as folder:
+            path = folder / "header.gguf"
             writer.write_header_to_file(path)
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()

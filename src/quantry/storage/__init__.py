@@ -1,4 +1,7 @@
-"""Where Quantry stores things: its cache folder, names of files that several rooms use, TOML data, atomic writing."""
+"""Where Quantry stores things: its cache folder, names of files that several rooms use, TOML data, atomic writing.
+
+reading.py reads back what was stored, shape.py says what is wrong with it.
+"""
 
 import errno
 import fcntl

@@ -1,0 +1,74 @@
+"""What does not fit is said by name: plans of other models, rules without a layer, checkpoints that cannot be served."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import quantry
+from command import command
+from quantizing.written_llama import CONFIG, llama_shapes, write_model
+from quantry.errors import RecipeError, WeightError
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "llama", CONFIG, llama_shapes())
+
+
+def test_the_plan_of_another_model_is_refused(llama: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    planned = quantry.plan("demo", gpu="RTX 3060").to_dict()
+    file.write_text(json.dumps(planned))
+    assert quantry.quantize("demo", tmp_path / "out", plan=file, dry_run=True).preset == planned["options"][0]["preset"]
+    with pytest.raises(RecipeError, match=r"is the plan of demo, with 7344384 parameters, and .*llama has"):
+        quantry.quantize(llama, tmp_path / "out", plan=file, dry_run=True)
+    file.write_text(json.dumps({**planned, "model": {**planned["model"], "architecture": "MambaForCausalLM"}}))
+    with pytest.raises(RecipeError, match="a MambaForCausalLM, and demo is a LlamaForCausalLM"):
+        quantry.quantize("demo", tmp_path / "out", plan=file, dry_run=True)
+
+
+@pytest.mark.parametrize(
+    ("rule", "refused"),
+    [
+        ('match = "*.layrs.0.*"\npreset = "w8a16"', True),
+        ('match = "*.layrs.0.*"\nkeep = true', True),
+        ('match = "lm_head"\npreset = "w8a16"', True),
+        ('match = "lm_head"\nkeep = true', False),
+        ('match = "*.embed_tokens"\nkeep = true', False),
+        ('match = "*.layers.0.*"\nkeep = true', False),
+    ],
+)
+def test_a_rule_that_matches_nothing_is_refused(tmp_path: Path, rule: str, refused: bool) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text(f'preset = "w4a16"\n\n[[rules]]\n{rule}\n')
+    done = command("quantize", "demo", "-o", tmp_path / "out", "--recipe", file, "--dry-run")
+    assert done.returncode == (2 if refused else 0), done.stderr
+    assert ("matches no layer of demo; names are like model.layers.0" in done.stderr) is refused
+
+
+def test_what_cannot_be_served_is_said_before_the_work(llama: Path, tmp_path: Path) -> None:
+    assert quantry.quantize(llama, tmp_path / "out", preset="w8a16", dry_run=True).notes == ()
+    (llama / "tokenizer.json").unlink()
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "architectures": ["NewForCausalLM"], "model_type": "new"}))
+    told = command("quantize", llama, "-o", tmp_path / "out", "--preset", "w8a16", "--no-report")
+    assert told.returncode == 0, told.stderr
+    assert "has no tokenizer, so engines will not serve the artefact" in told.stdout
+    assert "NewForCausalLM is an architecture that neither transformers nor llama.cpp knows" in told.stdout
+    assert "NewForCausalLM" in (tmp_path / "out" / "README.md").read_text()
+    shutil.rmtree(tmp_path / "out")
+
+
+def test_keep_odd_is_offered_only_where_it_leads_somewhere(tmp_path: Path) -> None:
+    """fp8-block needs sides of 128: a model without such a layer is not sent from one flag to the other."""
+    sizes = {"hidden_size": 96, "intermediate_size": 144}
+    shapes = {name: tuple(side * 3 // 8 for side in shape) for name, shape in llama_shapes().items()}
+    small = write_model(tmp_path / "small", {**CONFIG, **sizes}, shapes)
+    with pytest.raises(WeightError, match="use a preset without such blocks, as fp8-dynamic") as first:
+        quantry.quantize(small, tmp_path / "out", preset="fp8-block", dry_run=True)
+    assert "--keep-odd" not in str(first.value)
+    with pytest.raises(RecipeError, match="would be quantized with fp8-block; use a preset without blocks") as second:
+        quantry.quantize(small, tmp_path / "out", preset="fp8-block", keep_odd=True, dry_run=True)
+    assert "--keep-odd" not in str(second.value)
