@@ -218,6 +218,19 @@ def test_two_jobs_for_one_output(llama: Path, tmp_path: Path) -> None:
         quantry.quantize(llama, tmp_path / "out", preset="w4a16", progress=nested)
 
 
+def test_a_job_that_finds_another_finished_leaves_it_alone(llama: Path, tmp_path: Path) -> None:
+    """The other job begins and ends after this one has looked at its output, and before it writes."""
+    out = tmp_path / "out"
+
+    def meanwhile(_: Any) -> None:
+        quantry.quantize(llama, out, preset="w8a16")
+
+    with pytest.raises(QuantryError, match="exists and is not an empty folder"):
+        quantry.quantize(llama, out, preset="w4a16", announce=meanwhile)
+    assert quantry.quantize(llama, out, preset="w8a16").preset == "w8a16"
+    assert [file.name for file in tmp_path.glob("out*")] == ["out"]
+
+
 def spoil_nan(model: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")

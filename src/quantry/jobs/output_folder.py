@@ -1,6 +1,5 @@
 """The folder of a job that writes several artefacts (run, sweep): its note, its lock, and artefacts of earlier jobs."""
 
-import fcntl
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from quantry.errors import OutputError
 from quantry.models.workspace import check_target
 from quantry.quantizing.artefact_file import read_artefact_file
 from quantry.storage import ARTEFACT_FILE, write_atomically
+from quantry.storage.lock import locked
 from quantry.storage.reading import read_json
 
 NEEDED = ("quantry", "preset", "format", "bytes", "source_bytes", "bits_per_weight", "files", "recipe", "notes")
@@ -46,20 +46,11 @@ class OutputFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keeps other jobs out. Raises OutputError if one is at work, or if the disk fails meanwhile."""
-        file = self.path / f"{self.job}.lock"
+        taken = OutputError(f"another {self.job} is writing {self.path}", fix="wait for it or choose another output")
         with writing(self.path, "fix that and run the same command again"):
             self.path.mkdir(parents=True, exist_ok=True)
-            with file.open("a") as lock:  # what a link of that name leads to stays as it is
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError as error:
-                    raise OutputError(
-                        f"another {self.job} is writing {self.path}", fix="wait for it or choose another output"
-                    ) from error
-                try:
-                    yield
-                finally:
-                    file.unlink(missing_ok=True)
+            with locked(self.path / f"{self.job}.lock", taken):
+                yield
 
     def read_note(self, shape: Any) -> dict[str, Any]:
         """Reads the note; returns an empty one if there is none. Raises OutputError if it is damaged."""

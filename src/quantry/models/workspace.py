@@ -4,18 +4,18 @@ Nothing unfinished ever has the final name. A killed job leaves finished shards 
 (same model, recipe and version) takes them over, any other job raises an error. A lock keeps two jobs apart.
 """
 
-import fcntl
 import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quantry.errors import OutputError, WeightError
 from quantry.storage import ARTEFACT_FILE, write_atomically
+from quantry.storage.lock import locked
 from quantry.storage.reading import read_json
 
 RESERVE = 64 << 20  # bytes left free on the disk for everything else
@@ -110,7 +110,9 @@ def workspace(out: Path, identity: Mapping[str, Any], *, overwrite: bool = False
     try:
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         with _lock(out):
-            if overwrite and partial.is_dir():
+            if not overwrite:
+                check_target(out)  # again: another job may have finished since this one began
+            elif partial.is_dir():
                 shutil.rmtree(partial)
             _claim(partial, identity)
             yield Workspace(partial)
@@ -163,15 +165,6 @@ def _claim(partial: Path, identity: Mapping[str, Any]) -> None:
         write_atomically(job, text)
 
 
-@contextmanager
-def _lock(out: Path) -> Iterator[None]:
-    path = out.with_name(out.name + ".lock")
-    with path.open("a") as lock:  # what a link of that name leads to stays as it is
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise OutputError(f"another job is writing {out}", fix="wait for it or choose another output") from error
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
+def _lock(out: Path) -> AbstractContextManager[None]:
+    taken = OutputError(f"another job is writing {out}", fix="wait for it or choose another output")
+    return locked(out.with_name(out.name + ".lock"), taken)
