@@ -75,6 +75,12 @@ def write_json(file: Path, content: Any) -> None:
     write_atomically(file, (json.dumps(content, indent=2) + "\n").encode())
 
 
+def without_home(content: Any) -> Any:
+    """Returns JSON content with ~ for the user's home folder, which often holds a name; every command reads it."""
+    home = str(Path.home()).rstrip("/")
+    return json.loads(json.dumps(content).replace(f"{json.dumps(home)[1:-1]}/", "~/")) if home else content
+
+
 def read_card(folder: Path) -> dict[str, Any]:
     """Reads an artefact's quantry.json. Raises OutputError if it is missing, damaged or lacks a field."""
     if not (folder / ARTEFACT_FILE).is_file():

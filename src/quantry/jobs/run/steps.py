@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 from quantry import __version__
 from quantry.devices.detect import detect
 from quantry.errors import OutputError
-from quantry.jobs.output_folder import read_artefact, read_card, write_json
+from quantry.jobs.output_folder import read_artefact, read_card, without_home, write_json
 from quantry.jobs.run.plan import LOG, PLAN, RunPlan
 from quantry.jobs.run.result import Run, RunStep, figures_of
 from quantry.jobs.run.server import first_answer, measured_memory, server_options
@@ -78,7 +78,7 @@ class RunSteps:
     def write_plan(self) -> None:
         """Writes plan.json and run.json."""
         file = self._plan.folder.path / PLAN
-        write_json(file, self._plan.plan.to_dict())
+        write_json(file, without_home(self._plan.plan.to_dict()))
         self._write()
         self._done(RunStep("plan", self._plan.summary(), str(file)))
 
@@ -174,7 +174,7 @@ class RunSteps:
             commands=self._commands(), steps=tuple(self._steps),
             notes=tuple(dict.fromkeys([*plan.notes, *card["notes"], *card["proof"]["notes"]])), running=self._running,
         )  # fmt: skip
-        self._write(summary=result.to_dict())
+        self._write(summary=without_home(result.to_dict()))
         return result
 
     def _check_request(self, request: Mapping[str, Any]) -> None:
