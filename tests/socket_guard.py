@@ -7,7 +7,7 @@ libraries in C that go through the socket module; a library that calls the syste
 import os
 from pathlib import Path
 
-GUARD = '''
+GUARD = """
 import ipaddress, os, sys
 
 NOTES = os.environ["SOCKET_NOTES"]
@@ -36,7 +36,7 @@ def hook(event, arguments):
         raise PermissionError(13, f"no socket to {host}")
 
 sys.addaudithook(hook)
-'''
+"""
 
 
 def guarded(folder: Path) -> tuple[dict[str, str], Path]:

@@ -76,7 +76,18 @@ def write_model(folder: Path) -> Path:
 def commands(model: str, out: Path) -> list[list[str]]:
     text = f"{model}/held-out.txt"
     whole = [
-        ["sweep", model, "-o", f"{out}/sweep", "--presets", "w8a16,gguf-q4_0", "--windows", "1", "--verify-length", "64"],
+        [
+            "sweep",
+            model,
+            "-o",
+            f"{out}/sweep",
+            "--presets",
+            "w8a16,gguf-q4_0",
+            "--windows",
+            "1",
+            "--verify-length",
+            "64",
+        ],
         ["quantize", model, "-o", f"{out}/auto", "--preset", "auto", "--budget", "5bpw", *QUICK],
         ["convert", f"{out}/gptq", "-o", f"{out}/bf16", "--to", "bf16"],
     ]

@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from quantry import __version__, registry
-from quantry.cli._ending import ending, forgiving_output
+from quantry.cli._ending import ended_by_signals, ending, forgiving_output
 from quantry.cli._flags import ListingCommand
 
 app = typer.Typer(
@@ -44,6 +44,6 @@ for _name in registry.choices("quantry.cli"):
 def main() -> NoReturn:
     """Runs the command line and exits with the code of its ending (see _ending.py)."""
     forgiving_output()
-    with ending():
+    with ended_by_signals(), ending():
         app()
     raise SystemExit(0)

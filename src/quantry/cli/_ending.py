@@ -7,13 +7,17 @@
 | 2 | an error of the input, the options or the machine, which its line explains |
 | 70 | a bug; the line names a file with the traceback, to be reported |
 | 130, 141 | interrupted; the reader of the output has gone |
+| 129, 143 | ended by SIGHUP or SIGTERM |
 """
 
 import errno
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import NoReturn
 
 import typer
@@ -34,6 +38,24 @@ def ending() -> Iterator[None]:
         if isinstance(error, SystemExit | GeneratorExit | typer.Exit | typer.Abort) or hasattr(error, "format_message"):
             raise
         _end(error)
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Turns SIGTERM and SIGHUP into exceptions, like SIGINT, so that every open `with` stops what it started."""
+    if threading.current_thread() is not threading.main_thread():  # of a program that calls us; it has the signals
+        yield
+        return
+
+    def end(number: int, _: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    old = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 def forgiving_output() -> None:

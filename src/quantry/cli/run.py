@@ -61,21 +61,19 @@ def command(
     """
     from quantry.jobs.run.plan import QUESTION, DeclinedError
     from quantry.jobs.run.run import run
-    from quantry.serving.process import ended_by_signals
 
     asks = not (yes or json) and sys.stdin.isatty()
     try:
-        with ended_by_signals():
-            done = run(
-                model, output, use=use, budget=budget, gpu=gpu, engine=engine, engine_python=engine_python,
-                context=context, port=port, text=text, windows=windows, question=QUESTION if ask is None else ask,
-                device=device, serve=serve, tell=None if json else _tell,
-                confirm=(lambda words: typer.confirm(words, default=True, err=True)) if asks else None,
-                showing=lambda name: bar(json) if name == "quantize" else steps(json),
-            )  # fmt: skip
-            with done:
-                _report(done, json=json)
-                code = _wait(done)
+        done = run(
+            model, output, use=use, budget=budget, gpu=gpu, engine=engine, engine_python=engine_python,
+            context=context, port=port, text=text, windows=windows, question=QUESTION if ask is None else ask,
+            device=device, serve=serve, tell=None if json else _tell,
+            confirm=(lambda words: typer.confirm(words, default=True, err=True)) if asks else None,
+            showing=lambda name: bar(json) if name == "quantize" else steps(json),
+        )  # fmt: skip
+        with done:
+            _report(done, json=json)
+            code = _wait(done)
     except DeclinedError:
         typer.echo("nothing was written", err=True)
         raise typer.Exit(1) from None

@@ -48,24 +48,23 @@ def command(
 
 def _run(prepared: "ServerPlan", log: Path | None, patience: float, *, quiet: bool, json: bool) -> None:
     """Serves until the engine ends or a signal comes; if it ends by itself, that is an error with its exit code."""
-    from quantry.serving.process import ended_by_signals, start
+    from quantry.serving.process import start
 
     prepared.check_installed()
     for warning in prepared.warnings:
         typer.echo(f"warning: {warning}", err=True)
     try:
-        with ended_by_signals():
-            for where, why, words in prepared.elsewhere:
-                typer.echo(f"on {where}: {words}  # {why}", err=True)
-            stream = None if quiet else sys.stderr
-            tell = partial(typer.echo, err=True)
-            with start(prepared.launch, log=log, stream=stream, patience=patience, tell=tell) as running:
-                if json:
-                    print_json(_facts(prepared, running))
-                else:
-                    typer.echo(_ready(prepared, running))
-                sys.stdout.flush()
-                code = running.wait()
+        for where, why, words in prepared.elsewhere:
+            typer.echo(f"on {where}: {words}  # {why}", err=True)
+        stream = None if quiet else sys.stderr
+        tell = partial(typer.echo, err=True)
+        with start(prepared.launch, log=log, stream=stream, patience=patience, tell=tell) as running:
+            if json:
+                print_json(_facts(prepared, running))
+            else:
+                typer.echo(_ready(prepared, running))
+            sys.stdout.flush()
+            code = running.wait()
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)
         raise typer.Exit(INTERRUPTED) from None

@@ -63,9 +63,8 @@ def command(
 
     from quantry.jobs.load.slo import parse_limits
     from quantry.jobs.load.tune import tune
-    from quantry.serving.process import ended_by_signals
 
-    with ended_by_signals(), steps(quiet=json) as progress:
+    with steps(quiet=json) as progress:
         tuned = tune(
             artefact, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens, concurrency=concurrency,
             requests=requests, shared_prefix=shared_prefix, dataset=dataset, tokenizer=tokenizer, chat=chat,

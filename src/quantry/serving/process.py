@@ -11,19 +11,18 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
-from types import FrameType
 from typing import BinaryIO, Self, TextIO
 
 from quantry.engines.contract.adapter import adapter
 from quantry.engines.contract.boot_log import Facts
 from quantry.engines.contract.command import HERE, Command, Step
+from quantry.engines.contract.process_group import Watcher, ended_with_us, kill_group
 from quantry.errors import QuantryError
 from quantry.storage import VARIABLE, home
 
@@ -79,6 +78,7 @@ class Running:
         self.launch, self.log = launch, log
         self.started = time.monotonic()
         self._process = process
+        self._watcher = Watcher(process.pid, launch.removal)
         self._done = Event()
         self._reader = Thread(target=self._pass_on, args=(stream,), daemon=True) if stream else None
         if self._reader:
@@ -141,7 +141,8 @@ class Running:
         """Asks it to end, kills it with all its processes after `grace` seconds, and returns the exit code."""
         try:
             if self._poll() is None:
-                self._signal(signal.SIGTERM)
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._process.pid, signal.SIGTERM)
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(grace)
         finally:
@@ -184,16 +185,13 @@ class Running:
             self._finish()
         return code
 
-    def _signal(self, number: int) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # macOS answers the second for a group of zombies
-            os.killpg(self._process.pid, number)
-
     def _finish(self) -> None:
         """Ends what is left of its group and shows the rest of the log; does so once."""
         if self._done.is_set():
             return
-        self._signal(signal.SIGKILL)
+        kill_group(self._process.pid)
         self._process.wait()
+        self._watcher.dismiss()
         _await_empty(self._process.pid)
         if self._process.stdin:
             with suppress(OSError):
@@ -280,21 +278,6 @@ def reason(lines: Sequence[str], guess: bool = True) -> str:
     return line if len(line) <= MESSAGE else line[: MESSAGE - 3] + "..."
 
 
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Turns SIGTERM and SIGHUP into exceptions, like SIGINT, so that every open `with` stops what it started."""
-
-    def end(number: int, _: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    old = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-
 def _taken(host: str, port: int) -> str | None:
     """Returns why a server could not listen there, None if it could."""
     try:
@@ -355,13 +338,8 @@ def _run_step(
         return
     if tell:
         tell(step.why)
-    process = _popen(step.argv, environment, place, output, subprocess.DEVNULL)
-    try:
+    with ended_with_us(_popen(step.argv, environment, place, output, subprocess.DEVNULL)) as process:
         code = process.wait()
-    finally:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
     if code:
         words = reason(file.read_text(encoding="utf-8", errors="replace").splitlines())
         raise EngineError(

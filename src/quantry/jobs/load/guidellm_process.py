@@ -8,7 +8,6 @@ an API key appears in no list of processes and in no file.
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from quantry.engines.contract.process_group import ended_with_us
 from quantry.errors import QuantryError
 from quantry.storage.temporary import temporary_folder
 
@@ -94,10 +94,8 @@ def started(python: Path | None, *, offline: bool) -> Iterator[GuidellmProcess]:
                 [program, str(SCRIPT)], env=environment, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=log, text=True, encoding="utf-8", start_new_session=True,
             )  # fmt: skip
-        try:
+        with ended_with_us(process), _closed(process):
             yield GuidellmProcess(process, folder)
-        finally:
-            _end(process)
 
 
 def find_python(wanted: Path | None) -> str:
@@ -121,11 +119,13 @@ def check_version(version: str) -> None:
         raise QuantryError(f"guidellm {version} is not {first} or newer, before {last}", fix=INSTALL)
 
 
-def _end(process: "subprocess.Popen[str]") -> None:
-    for stream in (process.stdin, process.stdout):
-        if stream:
-            with suppress(OSError):
-                stream.close()
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+@contextmanager
+def _closed(process: "subprocess.Popen[str]") -> Iterator[None]:
+    """Closes the pipes of a process at the end."""
+    try:
+        yield
+    finally:
+        for stream in (process.stdin, process.stdout):
+            if stream:
+                with suppress(OSError):
+                    stream.close()

@@ -11,7 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import IO, Any
 import numpy as np
 
 from quantry.engines.contract.catalogue import VerifyFacts
+from quantry.engines.contract.process_group import ended_with_us
 from quantry.errors import ModelNotFoundError, QuantryError
 from quantry.proof.divergence import Array, Scores, is_whole
 from quantry.proof.served.contract import Served
@@ -195,14 +196,9 @@ def _started(command: list[str], folder: Path, environment: Mapping[str, str]) -
         command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, encoding="utf-8", errors="replace", start_new_session=True,
     )  # fmt: skip
-    try:
+    assert process.stdin is not None
+    with process.stdin, ended_with_us(process):  # with children that the engine left behind
         yield process
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # also children that the engine left behind
-        process.wait()
-        if process.stdin:
-            process.stdin.close()
 
 
 def _listen(process: "subprocess.Popen[str]", listener: _Listener, patience: float) -> None:
