@@ -13,7 +13,7 @@ import pytest
 import quantry
 from command import command
 from demo_artefacts import quantized_demo
-from quantry.errors import OutputError
+from quantry.errors import OutputError, QuantryError
 from quantry.jobs import verdict
 from quantry.types import Proof
 from shared import recorded
@@ -69,6 +69,22 @@ def test_a_folder_that_cannot_be_written_costs_no_figures(made: Callable[[str], 
     assert proof.recorded is None
     assert "sensitivity.json" in proof.notes[-1]
     assert (artefact / "quantry.json").read_bytes() == before
+
+
+def test_no_verdict_on_bytes_that_change_meanwhile(made: Callable[[str], Path]) -> None:
+    """The weights are exchanged for others when the check of their hashes is done."""
+    artefact = made("w4a16")
+    weights = next(artefact.glob("*.safetensors"))
+
+    def exchange(done: int, total: int, label: str) -> None:
+        if label.startswith("decoded") and not (artefact / "moved").exists():
+            weights.rename(artefact / "moved")
+            weights.write_bytes((artefact / "moved").read_bytes()[:-8] + bytes(8))
+
+    with pytest.raises(QuantryError, match="changed while it was measured: model.safetensors"):
+        quantry.verify(artefact, **SMALL, gate="draft", progress=exchange)
+    assert (artefact / "moved").exists()
+    assert "proof" not in json.loads((artefact / "quantry.json").read_text())
 
 
 def test_nothing_is_recorded_if_nothing_is_to_be(made: Callable[[str], Path]) -> None:

@@ -38,6 +38,7 @@ from quantry.proof.tasks.judge import JudgeEndpoint
 from quantry.proof.tensor_errors import TensorError
 from quantry.proof.text import TextFile, Window, fitting_length, load_text
 from quantry.proof.text import windows as cut
+from quantry.proof.unchanged import unchanged
 from quantry.quantizing.artefact_file import read_artefact_file
 from quantry.quantizing.recipe_file import from_card
 from quantry.storage import ARTEFACT_FILE
@@ -95,8 +96,13 @@ class VerifyOptions:
 def prove(artefact: str, reference: str, options: VerifyOptions, progress: Progress | None = None) -> Proof:
     """Measures what `artefact` lost compared with `reference`, and judges it.
 
-    Raises QuantryError if an option is wrong, the artefact is unfinished or the engine fails.
+    Raises QuantryError if an option is wrong, the artefact is unfinished or changes, or the engine fails.
     """
+    with unchanged(artefact, reference):
+        return _prove(artefact, reference, options, progress)
+
+
+def _prove(artefact: str, reference: str, options: VerifyOptions, progress: Progress | None) -> Proof:
     questions = options.questions()
     gates.check_use(options.gate)
     text = load_text(options.text)
