@@ -11,7 +11,7 @@ AS_ROOT := $(if $(filter 0,$(shell id -u)),,sudo -n)
 APT := $(AS_ROOT) env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300
 INSTALL_BROWSER = $(APT) update >/dev/null && $(APT) install -y --no-install-recommends chromium >/dev/null
 
-.PHONY: demo test test-deep test-engines check docs build clean browser
+.PHONY: demo test test-deep test-engines campaign check docs build clean browser
 
 ## demo: the main job on the model that ships with the package, offline: quantize, prove, serve, a first answer
 demo: $(READY)
@@ -37,6 +37,10 @@ browser:
 ## test-engines: real engines, each in its own environment, load and score what Quantry writes
 test-engines: $(READY)
 	$(BIN)/pytest -m engines tests/real_engines -s
+
+## campaign: the worst day by the thousand, for hours; CAMPAIGN="kills --kills 20" runs a part of it
+campaign: $(READY)
+	PYTHONPATH=tests:benchmarks $(BIN)/python -m campaign $(CAMPAIGN)
 
 ## check: formatting, lint, types, import contract
 check: $(READY)

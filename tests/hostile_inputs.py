@@ -12,6 +12,7 @@ import random
 import resource
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import Any
 
 import quantry
 from killed_jobs import PRELOAD
-from mutations import damaged_bytes, damaged_json, damaged_safetensors, damaged_toml
+from mutations import damaged_bytes, damaged_json, damaged_safetensors, damaged_toml, hostile_template
 
 SECONDS = 60.0
 MEMORY = 6 << 30  # bytes that a command may map beyond what is imported
@@ -42,6 +43,12 @@ preset = "w8a16"
 match = "*.layers.1.mlp.*"
 keep = true
 """
+CHAT = {
+    "messages": [
+        {"role": "user", "content": "Tell me a story."},
+        {"role": "assistant", "content": "There was a cat. " * 9},
+    ]
+}
 Words = tuple[str, ...]
 
 
@@ -90,6 +97,8 @@ KINDS = {
     "recipe": Kind("files", "recipe.toml", damaged_toml, (("quantize", "demo", "-o", "OUT", "--recipe", "FILE", "--dry-run"),)),
     "plan": Kind("files", "plan.json", damaged_json, (("quantize", "demo", "-o", "OUT", "--plan", "FILE", "--dry-run"),)),
     "sweep": Kind("sweep", "sweep.json", damaged_json, (("sweep", "demo", "-o", "ART", "--presets", "gguf-q8_0", "--windows", "1", "--verify-length", "64"),)),
+    "run": Kind("run", "run.json", damaged_json, (("run", "demo", "-o", "ART", "--yes", "--no-serve", "--windows", "1", "--port", "0"),)),
+    "chat template": Kind("model", "chat_template.jinja", hostile_template, (("quantize", "MODEL", "-o", "OUT", "--preset", "w4a16", "--rounder", "gptq", "--data", "CHATS", "--no-report", *QUICK),)),
     "sweep artefact": Kind("sweep", "gguf-q8_0/quantry.json", damaged_json, (("sweep", "demo", "-o", "ART", "--presets", "gguf-q8_0", "--windows", "1", "--verify-length", "64"),)),
 }  # fmt: skip
 
@@ -102,6 +111,8 @@ def make_intact(folder: Path) -> None:
     quantry.sweep("demo", folder / "sweep", presets="gguf-q8_0", windows=1, verify_length=64)
     (folder / "files").mkdir()
     (folder / "files" / "recipe.toml").write_text(RECIPE)
+    (folder / "files" / "chats.jsonl").write_text((json.dumps(CHAT) + "\n") * 40)
+    quantry.run("demo", folder / "run", serve=False, windows=1, port=0)
     plan = quantry.plan("demo", gpu="RTX 3060").to_dict()
     read = {
         "model": plan["model"],
@@ -142,41 +153,70 @@ def run(kind: Kind, number: int, intact: Path, folder: Path) -> Ending:
     shutil.copytree(intact / kind.source, place)
     file = next(place.glob(kind.file))
     file.write_bytes(kind.damage(file.read_bytes(), chance))
-    paths = {"MODEL": place, "ART": place, "FILE": file, "OUT": folder / "out"}
+    paths = {
+        "MODEL": place,
+        "ART": place,
+        "FILE": file,
+        "OUT": folder / "out",
+        "CHATS": intact / "files" / "chats.jsonl",
+    }
     words = tuple(str(paths.get(word, word)) for word in chance.choice(kind.commands))
     return run_words(words, folder)
 
 
-def run_words(words: Words, folder: Path) -> Ending:
+def run_words(words: Words, folder: Path, memory: int = MEMORY, seconds: float = SECONDS) -> Ending:
     """Runs a command line in a process that forks from one with everything imported."""
+    return start_words(words, folder, memory).ended(seconds)
+
+
+@dataclass(frozen=True)
+class Started:
+    """A command line at work, with its own group of processes; its cache is `folder`/cache."""
+
+    words: Words
+    folder: Path
+    child: Any
+    began: float
+
+    def ended(self, seconds: float = SECONDS) -> Ending:
+        """Waits for its end, and stops it after some seconds."""
+        self.child.join(seconds)
+        stopped = self.child.is_alive()
+        if stopped:
+            self.child.kill()
+            self.child.join()
+        errors, usage = self.folder / "errors.txt", self.folder / "usage.txt"
+        text = errors.read_text(errors="replace") if errors.exists() else ""
+        memory = int(usage.read_text() or 0) if usage.exists() else 0
+        code = None if stopped else self.child.exitcode
+        return Ending(self.words, code, text, time.monotonic() - self.began, memory)
+
+
+def start_words(words: Words, folder: Path, memory: int = MEMORY) -> Started:
+    """Starts a command line; it may map `memory` bytes beyond what is imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, "quantry.cli", "quantry.serving.prepare", "xllamacpp"])
     errors, usage = folder / "errors.txt", folder / "usage.txt"
-    child = context.Process(target=_command, args=(words, errors, usage))
-    started = time.monotonic()
+    for file in (errors, usage):
+        file.unlink(missing_ok=True)
+    child = context.Process(target=_command, args=(words, errors, usage, memory))
     child.start()
-    child.join(SECONDS)
-    stopped = child.is_alive()
-    if stopped:
-        child.kill()
-        child.join()
-    text = errors.read_text(errors="replace") if errors.exists() else ""
-    memory = int(usage.read_text() or 0) if usage.exists() else 0
-    return Ending(words, None if stopped else child.exitcode, text, time.monotonic() - started, memory)
+    return Started(words, folder, child, time.monotonic())
 
 
-def _command(words: Words, errors: Path, usage: Path) -> None:
+def _command(words: Words, errors: Path, usage: Path, memory: int) -> None:
     """Runs in the child: the command line with its output in a file."""
     from quantry.cli import main
 
     os.setpgid(0, 0)
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "QUANTRY_CACHE": str(errors.parent / "cache")}
+    tempfile.tempdir = os.environ["TMPDIR"] = str(_made(errors.parent / "tmp"))
     with errors.open("wb") as file:
         os.dup2(file.fileno(), 2)
     with Path(os.devnull).open("wb") as nowhere:
         os.dup2(nowhere.fileno(), 1)
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY, mapped + MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + memory, mapped + memory))
     sys.stdin, sys.stderr, sys.stdout = open(os.devnull), os.fdopen(2, "w"), os.fdopen(1, "w")  # noqa: PTH123, SIM115
     sys.argv = ["quantry", *words]
     code: Any = 1
@@ -187,3 +227,8 @@ def _command(words: Words, errors: Path, usage: Path) -> None:
     sys.stderr.flush()
     usage.write_text(str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
     os._exit(code if isinstance(code, int) else 1)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    return folder

@@ -4,6 +4,7 @@ import http.client
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,19 @@ def until(what: Callable[[], bool], seconds: float = 30) -> None:
     while not what():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.05)
+
+
+def descendants(pid: int) -> list[int]:
+    """Returns the processes that a process has started, and those that they have."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for above in found:
+        found += [child for child, parent in parents.items() if parent == above]
+    return found[1:]
 
 
 def alive(pid: int) -> bool:

@@ -117,3 +117,20 @@ def _places(content: Any) -> Any:
     for key, value in items:
         yield content, key
         yield from _places(value)
+
+
+BOMBS = (
+    "{% for a in range(10**9) %}x{% endfor %}", "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ 'x'.center(10**9) }}", "{{ 'x' * 10**10 }}", "{{ ('x\\n' * 9999) | indent(10**6) }}", "{{ range(10**9) | list }}",
+    "{% set ns = namespace(a='x') %}{% for i in range(60) %}{% set ns.a = ns.a + ns.a %}{% endfor %}{{ ns.a }}",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ ''.__class__.__mro__ }}", "{{ '%1000000000d' % 1 }}",
+    "{{ 10 ** 10 ** 8 }}", "{{ cycler.__init__.__globals__ }}", "{% include 'config.json' %}", "{{ raise_exception('no') }}",
+    "{{ messages | map(attribute='content') | join(messages | string * 10**6) }}", "{{ '{:>1000000000}'.format(1) }}",
+)  # fmt: skip
+
+
+def hostile_template(data: bytes, chance: random.Random) -> bytes:
+    """Damages a chat template, or puts something endless, huge or forbidden into it."""
+    if chance.random() < 0.3:
+        return damaged_bytes(data, chance)
+    return chance.choice((b"", data)) + chance.choice(BOMBS).encode()

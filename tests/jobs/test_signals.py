@@ -7,14 +7,13 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from command import ENVIRONMENT, process
 from demo_artefacts import gguf_in, quantized_demo
 from depth import deep
 from killed_jobs import contents, written
-from local_servers import alive, until
+from local_servers import alive, descendants, metric, until
 from quantry.serving.prepare import serve
 
 WORDS = ("--preset", "w8a16", "--no-report")
@@ -68,13 +67,13 @@ def test_a_killed_bench_leaves_no_guidellm(number: int, tmp_path_factory: pytest
     load = ("--concurrency", "2", "--prompt-tokens", "16", "--answer-tokens", "64", "--requests", "2000")
     with serve(file, port=0, threads=1, context=256, parallel=2) as running:
         with started("bench", running.url, *load) as job:
-            until(lambda: len(psutil.Process(job.pid).children(recursive=True)) > 1, 60)
+            until(lambda: len(descendants(job.pid)) > 2, 60)
             time.sleep(2)  # for its workers; there may be more of them later, which end as well
-            below = psutil.Process(job.pid).children(recursive=True)
+            below = descendants(job.pid)
             job.send_signal(number)
             job.communicate(timeout=60)
         assert job.returncode in (-signal.SIGKILL, 128 + signal.SIGTERM)
-        until(lambda: not any(alive(child.pid) for child in below))
+        until(lambda: not any(map(alive, below)))
         assert running.healthy()
 
 
@@ -86,8 +85,8 @@ def test_the_engine_of_a_load_is_killed(tmp_path_factory: pytest.TempPathFactory
         serve(file, port=0, threads=1, context=256, parallel=2) as running,
         started("bench", running.url, *load) as job,
     ):
-        until(lambda: len(psutil.Process(job.pid).children(recursive=True)) > 1, 60)
-        until(lambda: any(child.net_connections() for child in psutil.Process(job.pid).children(recursive=True)), 60)
+        until(lambda: len(descendants(job.pid)) > 2, 60)
+        until(lambda: metric(running, "tokens_predicted_total") > 100, 60)
         os.kill(running.pid, signal.SIGKILL)
         said = job.communicate(timeout=120)
     assert job.returncode in (1, 2), said

@@ -1,6 +1,7 @@
 """The embedded llama.cpp for real, under everything that clients do to it."""
 
 import json
+import resource
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -72,6 +73,14 @@ def test_a_prompt_over_the_context_is_refused(server: Running) -> None:
     assert status == 400
     assert "context" in text
     assert complete(server)
+
+
+def test_requests_cannot_take_all_memory(server: Running) -> None:
+    """A schema of 10**9 items would: llama.cpp ends itself where the limit is, before the machine has no memory left."""
+    soft, _ = resource.prlimit(server.pid, resource.RLIMIT_AS)
+    held = int(Path(f"/proc/{server.pid}/statm").read_text().split()[0]) * resource.getpagesize()
+    facts = Path("/proc/meminfo").read_text().split()
+    assert 0 < soft - held < int(facts[facts.index("MemTotal:") + 1]) << 10
 
 
 @pytest.mark.parametrize("body", [b"{", b"", b"[1, 2", b"\xff\xfe", b'{"messages": 7}', b"null"])

@@ -7,22 +7,26 @@ and `CommonParams` is the very structure that it fills. So every flag of that ve
 there, and is refused in the same words. Quantry adds `--end-with-stdin`, which ends the server
 when its standard input ends, so that it does not outlive the process that started it.
 
-Two things differ. Pages of other sites may not use a server without a key, unless `--cors-origins` says so. And the log
-of the start gives the sizes of all buffers; afterwards it is as verbose as that of `llama-server`.
+Three things differ. Pages of other sites may not use a server without a key, unless `--cors-origins` says so. The log of
+the start gives the sizes of all buffers; afterwards it is as verbose as that of `llama-server`. And requests may take
+four fifths of the memory that is free when the model is loaded: a JSON schema with `"minItems": 1000000000` would
+take all of the machine's. llama.cpp ends itself where it gets no more.
 """
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ctypes import c_bool, c_char_p, c_int, c_int32, c_void_p
 from functools import cache
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, NoReturn
 
+from quantry.devices.host import memory
 from quantry.errors import QuantryError
 
 END = "--end-with-stdin"
@@ -32,6 +36,7 @@ EXAMPLES = 64  # programs that the parser knows flags of are numbered, and the s
 LOCAL = "localhost"  # pages of this machine; llama.cpp's own default lets any page use a server without a key
 SIZES = 4  # the level of the log that tells the sizes of buffers
 MARK = 1_234_567_891
+SHARE = 0.8  # of the free memory that requests may take
 HEADER = range(16, 128, 4)  # bytes of a Python object within which its own data begin
 
 
@@ -45,6 +50,7 @@ def main(words: Sequence[str]) -> int:
     level = params.verbosity
     params.verbosity = max(level, SIZES)
     server = _serve(params)
+    _leave_memory()
     _library()[TELL](level)
     stop = Event()
     for number in (signal.SIGINT, signal.SIGTERM):  # llama.cpp has set its own, which would end its loop but not this
@@ -81,6 +87,17 @@ def _serve(params: Any) -> Any:
         return xllamacpp.Server(params)
     except RuntimeError as error:
         raise QuantryError(f"llama.cpp does not serve {params.model.path}", fix="see its words above") from error
+
+
+def _leave_memory() -> None:
+    """Keeps requests from taking all memory of the machine; does nothing where the system does not tell of it."""
+    with suppress(OSError, ValueError, IndexError):
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        most, (_, hard) = (
+            pages * resource.getpagesize() + int(memory()[1] * SHARE),
+            resource.getrlimit(resource.RLIMIT_AS),
+        )
+        resource.setrlimit(resource.RLIMIT_AS, (most if hard < 0 else min(most, hard), hard))
 
 
 def _parsed(words: Sequence[str], example: int) -> Any:
