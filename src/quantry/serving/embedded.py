@@ -7,10 +7,10 @@ and `CommonParams` is the very structure that it fills. So every flag of that ve
 there, and is refused in the same words. Quantry adds `--end-with-stdin`, which ends the server
 when its standard input ends, so that it does not outlive the process that started it.
 
-Three things differ. Pages of other sites may not use a server without a key, unless `--cors-origins` says so. The log of
-the start gives the sizes of all buffers; afterwards it is as verbose as that of `llama-server`. And requests may take
-four fifths of the memory that is free when the model is loaded: a JSON schema with `"minItems": 1000000000` would
-take all of the machine's. llama.cpp ends itself where it gets no more.
+Three things differ. Pages of other sites may not use a server without a key, unless `--cors-origins` says so. The log
+of the start gives the sizes of all buffers; afterwards it is as verbose as that of `llama-server`. And requests may
+take four fifths of the memory that is free when the model is loaded: a JSON schema with `"minItems": 1000000000`
+would take all of the machine's. llama.cpp ends itself where it gets no more.
 """
 
 import ctypes
