@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export HF_HUB_DISABLE_TELEMETRY := 1
 unexport PYTHONDONTWRITEBYTECODE  # every process of a test would compile the package again
 
@@ -11,7 +12,7 @@ AS_ROOT := $(if $(filter 0,$(shell id -u)),,sudo -n)
 APT := $(AS_ROOT) env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300
 INSTALL_BROWSER = $(APT) update >/dev/null && $(APT) install -y --no-install-recommends chromium >/dev/null
 
-.PHONY: demo test test-deep test-engines campaign check docs build clean browser
+.PHONY: demo test test-deep test-engines campaign check docs build hashes bill clean browser
 
 ## demo: the main job on the model that ships with the package, offline: quantize, prove, serve, a first answer
 demo: $(READY)
@@ -57,10 +58,20 @@ docs: $(READY)
 build: $(READY)
 	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
-$(READY): pyproject.toml constraints.txt
+## hashes: writes hashes.txt for the versions of constraints.txt; needs the package index
+hashes:
+	$(PYTHON) .ci/hash_packages.py
+
+## bill: a software bill of materials (CycloneDX) of the installed environment in dist/
+bill: $(READY)
+	$(BIN)/python .ci/bill_of_materials.py dist/quantry.cdx.json
+
+# every package by its hash, then torch and what its build needs by version: CPU, CUDA and ROCm builds share one
+$(READY): pyproject.toml constraints.txt hashes.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quantry needs Python 3.11 or newer, this is %d.%d: set PYTHON=python3.11" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV) || { echo "python3-venv is missing: apt-get install python3-venv"; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(PIP) --no-deps --require-hashes --requirement hashes.txt
+	$(PIP) --no-build-isolation --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 clean:

@@ -20,6 +20,7 @@ from typing import Any
 
 from campaign.crowd import crowd
 from campaign.hostile import hostile
+from campaign.jobs import JOBS
 from campaign.kills import kills
 from campaign.limits import disks, memories
 from campaign.sharing import engines, sharing
@@ -54,6 +55,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--cases", type=int, default=20_000, help="hostile inputs")
     parser.add_argument("--rounds", type=int, default=10, help="of sharing and of killed engines")
+    parser.add_argument("--jobs", default=",".join(JOBS), help="of disks and memories")
     parser.add_argument("--minutes", type=float, default=10, help="of load on a server")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("-o", "--output", type=Path, default=RESULTS)
@@ -65,8 +67,8 @@ def _parts(asked: argparse.Namespace, intact: Path, folder: Path) -> dict[str, C
     return {
         "kills": lambda: kills(asked.kills, first, intact, folder),
         "hostile": lambda: hostile(asked.cases, first, intact, folder),
-        "disks": lambda: disks(intact, folder),
-        "memories": lambda: memories(intact, folder),
+        "disks": lambda: disks(asked.jobs.split(","), intact, folder),
+        "memories": lambda: memories(asked.jobs.split(","), intact, folder),
         "sharing": lambda: sharing(asked.rounds, first, intact, folder),
         "engines": lambda: engines(asked.rounds, intact, folder),
         "crowd": lambda: crowd(asked.minutes, first, intact, folder),

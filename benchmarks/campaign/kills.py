@@ -93,22 +93,25 @@ def _kill_server(name: str, chance: random.Random, intact: Path, place: Path) ->
     if name == "serve":
         port = free_port("127.0.0.1")
         words = ["serve", str(file), "--port", str(port), "--context", "256", "--threads", "1", "--quiet"]
-        _kill_after(words, environment, chance.uniform(0.5, 8))
+        killed = _kill_after(words, environment, chance.uniform(0.5, 8))
         left = case.orphans()
-        return True, [("orphan", str(left))] if left else []
+        return killed, [("orphan", str(left))] if left else []
     with serve(file, port=0, threads=1, context=256, parallel=2) as running:
-        _kill_after(["bench", running.url, *LOAD], environment, chance.uniform(0.5, 15))
+        killed = _kill_after(["bench", running.url, *LOAD], environment, chance.uniform(0.5, 15))
         left = case.orphans()
         faults = [("orphan", str(left))] if left else []
         if not running.healthy():
             faults.append(("lost", "the server does not answer any more"))
-        return True, faults
+        return killed, faults
 
 
-def _kill_after(words: list[str], environment: dict[str, str], seconds: float) -> None:
+def _kill_after(words: list[str], environment: dict[str, str], seconds: float) -> bool:
+    """Returns False if the command has ended before."""
     quiet = subprocess.DEVNULL
     with subprocess.Popen(
         [sys.executable, "-m", "quantry", *words], env=environment, stdout=quiet, stderr=quiet
     ) as job:
         time.sleep(seconds)
+        running = job.poll() is None
         job.kill()
+    return running

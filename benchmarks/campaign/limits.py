@@ -18,12 +18,13 @@ MEMORIES = (16 << 20, 64 << 20, 128 << 20, 256 << 20, 512 << 20, 1 << 30, 2 << 3
 ROOM = 1 << 30
 
 
-def disks(intact: Path, folder: Path) -> dict[str, Any]:
+def disks(names: list[str], intact: Path, folder: Path) -> dict[str, Any]:
     """Runs every job with each place on a small disk, then with room."""
     counts = _counts()
     if not _can_mount(folder):
         return {**counts, "skipped": "no tmpfs can be mounted: this needs root"}
-    for name, job in JOBS.items():
+    for name in names:
+        job = JOBS[name]
         expected = _expected(name, intact, folder)
         for place in PLACES:
             for size in SIZES if place == "place" else SIZES[:4]:
@@ -37,10 +38,11 @@ def disks(intact: Path, folder: Path) -> dict[str, Any]:
     return counts
 
 
-def memories(intact: Path, folder: Path) -> dict[str, Any]:
+def memories(names: list[str], intact: Path, folder: Path) -> dict[str, Any]:
     """Runs every job with little memory (as with ulimit -v), then with enough."""
     counts = _counts()
-    for name, job in JOBS.items():
+    for name in names:
+        job = JOBS[name]
         expected = _expected(name, intact, folder)
         for memory in MEMORIES:
             case = Case.fresh(job, intact, folder)

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -41,7 +42,9 @@ def test_the_block_ends_the_group_and_a_dismissed_watcher_leaves_one_alone() -> 
     with subprocess.Popen(line, stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdout is not None
         child = int(process.stdout.readline())
-        Watcher(process.pid).dismiss()
+        watcher = Watcher(process.pid)
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(lambda _: watcher.dismiss(), range(8)))
         assert alive(process.pid)
         with pytest.raises(KeyError), ended_with_us(process):
             raise KeyError

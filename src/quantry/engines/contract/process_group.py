@@ -9,6 +9,7 @@ import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from threading import Lock
 from typing import AnyStr
 
 WATCH = 'read -r _ || { kill -s KILL -- "-$1"; shift; [ $# -eq 0 ] || "$@"; }'
@@ -18,14 +19,15 @@ class Watcher:
     """Ends a process group when this process ends; `removal` is a command that ends what outlives the group."""
 
     def __init__(self, group: int, removal: Sequence[str] = ()) -> None:
-        quiet = subprocess.DEVNULL
+        self._lock, quiet = Lock(), subprocess.DEVNULL
         line = ["/bin/sh", "-c", WATCH, "sh", str(group), *removal]
         self._shell = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True)
 
     def dismiss(self) -> None:
-        """Stops watching; the group is left alone."""
-        with suppress(OSError):
-            self._shell.communicate(b"\n")
+        """Stops watching; the group is left alone. Several threads may ask for it."""
+        with self._lock, suppress(OSError):
+            if self._shell.poll() is None:
+                self._shell.communicate(b"\n")
 
 
 def kill_group(group: int) -> None:
