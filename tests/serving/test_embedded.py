@@ -75,6 +75,19 @@ def test_a_prompt_over_the_context_is_refused(server: Running) -> None:
     assert complete(server)
 
 
+def test_memory_returns_after_a_large_request(server: Running) -> None:
+    """Large enough that glibc would keep more than is allowed here."""
+
+    def held() -> int:
+        return int(Path(f"/proc/{server.pid}/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = held()
+    with ThreadPoolExecutor(4) as clients:
+        answers = clients.map(lambda _: post(server, "/v1/completions", {"prompt": "a " * (2 << 20)}), range(4))
+        assert {status for status, _, _ in answers} == {400}
+    until(lambda: held() < before + (64 << 20))
+
+
 def test_requests_cannot_take_all_memory(server: Running) -> None:
     """A schema of 10**9 items would: llama.cpp ends itself where the limit is, before the machine has no memory left."""
     soft, _ = resource.prlimit(server.pid, resource.RLIMIT_AS)
