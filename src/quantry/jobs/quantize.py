@@ -112,8 +112,8 @@ class QuantizeJob:
         self._model, self._out, self._options = model, out, options
         self._checkpoint = open_checkpoint(model)
         anatomy = sixteen_bit(self._checkpoint)
-        check_blocks(self._checkpoint)
         self._target = target_of(self._checkpoint, recipe, options.importance, options.keep_odd)
+        check_blocks(self._checkpoint)
         self._calibrator = self._prepared_calibration(recipe)
         self._plan = self._target.plan
         self._recipe = recipe
