@@ -55,7 +55,7 @@ from quantry.models.reader import local_folder, open_checkpoint  # noqa: E402
 from quantry.models.tokenizer import load_tokenizer  # noqa: E402
 from quantry.models.weights import PlainWeights  # noqa: E402
 from quantry.proof.divergence import full_kl  # noqa: E402
-from quantry.proof.text import default_text, read_text  # noqa: E402
+from quantry.proof.text import load_text  # noqa: E402
 from quantry.proof.text import windows as cut  # noqa: E402
 from quantry.quantizing.recipe import preset  # noqa: E402
 from quantry.quantizing.slices import tensor_of, view  # noqa: E402
@@ -227,14 +227,14 @@ class Pair:
 def rank(options: argparse.Namespace, results: Results) -> None:
     """How well the predicted damage of storing one layer ranks what storing it does."""
     model = local_folder(options.model)
-    content, name = read_text(options.text) if options.text else default_text()
-    windows = [window.tokens for window in cut(content, load_tokenizer(model), options.length, options.rank_windows)]
+    text = load_text(options.text)
+    windows = [window.tokens for window in cut(text, load_tokenizer(model), options.length, options.rank_windows)]
     settings = {
         "model": model.name,
         "data": options.data.name if options.data else None,
         "samples": options.samples,
         "length": options.length,
-        "text": name,
+        "text": text.name,
         "windows": len(windows),
         "pairs": options.pairs,
         "device": options.device,

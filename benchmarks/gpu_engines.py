@@ -68,7 +68,7 @@ def main(work: Path) -> None:
     work.mkdir(parents=True, exist_ok=True)
     os.environ |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "QUANTRY_CACHE": str(work / "cache")}
     demo = open_source("demo")
-    kept = reference(demo, windows(default_text()[0], tokenizer(demo), 200, 4))
+    kept = reference(demo, windows(default_text(), tokenizer(demo), 200, 4))
     folders, same = [], {}
     for preset, form, group in CASES:
         folder = work / f"{preset}-{form}"

@@ -35,7 +35,7 @@ from quantry.errors import QuantryError  # noqa: E402
 from quantry.proof import measure as measuring  # noqa: E402
 from quantry.proof.reference import Reference, reference  # noqa: E402
 from quantry.proof.sources import open_source, tokenizer  # noqa: E402
-from quantry.proof.text import read_text, windows  # noqa: E402
+from quantry.proof.text import load_text, windows  # noqa: E402
 from quantry.serving.process import Running  # noqa: E402
 from shapes import write  # noqa: E402
 
@@ -109,7 +109,7 @@ def main() -> None:
 
 def agreement(given: argparse.Namespace) -> dict[str, Any]:
     source = open_source(given.model)
-    kept = reference(source, windows(read_text(given.text)[0], tokenizer(source), LENGTH, WINDOWS), device=given.device)
+    kept = reference(source, windows(load_text(given.text), tokenizer(source), LENGTH, WINDOWS), device=given.device)
     told = {"data": given.data, "samples": given.samples, "length": LENGTH, "device": given.device}
     folders = {}
     for case in AGREE:

@@ -19,7 +19,7 @@ PRELOAD = [
     "gguf",
     "quantry.jobs.quantize",
     "quantry.jobs.sweep.sweep",
-    "quantry.proof.verify",
+    "quantry.jobs.verify",
     "quantry.quantizing.calibration.calibrator",
     "quantry.report.drawing",
     "safetensors.torch",

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from quantry.jobs.quantize import quantize
     from quantry.jobs.run.run import run
     from quantry.jobs.sweep.sweep import sweep
+    from quantry.jobs.verify import verify
     from quantry.models.anatomy import inspect
     from quantry.planning.matrices import matrix
     from quantry.planning.plan import plan
     from quantry.proof.diff import diff
-    from quantry.proof.verify import verify
     from quantry.quantizing.convert import convert
     from quantry.quantizing.recipe import presets
     from quantry.serving.prepare import serve
@@ -55,7 +55,7 @@ _HOMES = {
     "serve": "serving.prepare",
     "sweep": "jobs.sweep.sweep",
     "tune": "jobs.load.tune",
-    "verify": "proof.verify",
+    "verify": "jobs.verify",
 }
 
 

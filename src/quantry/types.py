@@ -263,6 +263,7 @@ class Proof:
     prompts: Mapping[str, Any] | None = None
     tasks: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
+    recorded: str | None = None  # the folder that the verdict was written into
 
     @property
     def passed(self) -> bool:

@@ -86,7 +86,8 @@ def test_flags_are_frozen() -> None:
         ],
         "verify": [
             "--device", "--engine", "--engine-python", "--gate", "--json", "--judge", "--judge-key", "--judge-model", "--length",
-            "--limit", "--max-tokens", "--prompts", "--reference", "--report", "--tasks", "--text", "--windows", "artefact",
+            "--limit", "--max-tokens", "--output", "--prompts", "--record", "--reference", "--report", "--tasks", "--text",
+            "--windows", "-o", "artefact",
         ],
     }  # fmt: skip
 

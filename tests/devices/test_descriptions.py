@@ -422,7 +422,7 @@ FIGURES_REFUSED = {
     "1008GB/s sm89": "lacks the memory; write all, as 24GB 1008GB/s sm89",
     "24GB sm89": "lacks the bandwidth",
     "24GB 1008GB/s": "lacks the compute capability",
-    "24GB 1008GB/s sm99": "sm99 is not known; write one of sm70, .*sm121",
+    "24GB 1008GB/s sm99": "sm99 is not known; write one of sm61, .*sm121",
     "24GB 99999GB/s sm89": "99999 GB/s are not between 1 and 20000; write for example",
     "0 cores 8GB": "0 cores are not between 1 and 1024; write for example 4 cores 8GB",
     "5000 cores 8GB": "5000 cores are not between 1 and 1024",

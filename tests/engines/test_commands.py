@@ -320,7 +320,7 @@ def test_what_is_refused_says_value_limit_and_fix(changes: dict[str, Any], said:
 VALUES: dict[str, tuple[Any, ...]] = {
     "host": ("127.0.0.1", "::1", "0.0.0.0"), "port": (None, 8001), "api_key": (None, KEY), "name": (None, "m"),
     "context": (None, 2048), "parallel": (None, 1, 8), "prefix_cache": (None, True, False),
-    "chunked_prefill": (None, True, False), "batch_tokens": (None, 512), "draft": (None, "draft"), "lookup": (False, True),
+    "chunked_prefill": (None, True, False), "batch_tokens": (None, 512), "draft": (None, "draft"), "lookup": (False, True), "drafter": ("draft_model", "mtp"),
     "draft_tokens": (None, 4), "tensor_parallel": (1, 2), "pipeline_parallel": (1, 2), "replicas": (1, 2),
     "host_experts": (None, 3), "expert_parallel": (False, True),
     "offload_layers": (None, 5), "threads": (None, 2), "utilization": (None, 0.5), "cache_gib": (None, 2),

@@ -126,7 +126,8 @@ def test_a_row_without_a_proof(artefacts: Path) -> None:
     content = json.loads((artefacts / "packed" / "quantry.json").read_text())
     row = row_of(content)
     assert row.name == "w4a16 g64"
-    assert row.bytes == (artefacts / "packed" / "model.safetensors").stat().st_size
+    assert row.bytes == content["bytes"]  # of the tensors, as in the card and in a sweep
+    assert f"{content['bytes']:,} bytes" in (artefacts / "packed" / "README.md").read_text()
     assert row.bits_per_weight == content["bits_per_weight"]
     assert row.judged is row.top1 is row.perplexity is None
 

@@ -339,6 +339,18 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, name: s
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("content", "words"), [("\n \n", "has no text"), ("Once upon a time.", "has 5 tokens and one")]
+)
+def test_a_text_without_a_window_is_refused_before_anything_is_written(
+    tmp_path: Path, content: str, words: str
+) -> None:
+    (tmp_path / "own.txt").write_text(content)
+    with pytest.raises(QuantryError, match=words):
+        run("demo", tmp_path / "out", **{**QUICK, "text": tmp_path / "own.txt"})
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_port_in_use_is_refused_first_and_the_usual_one_is_not_insisted_on(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -20,13 +20,14 @@ from command import command
 from demo_artefacts import gguf_in, quantized_demo
 from depth import deep
 from quantry.errors import OutputError, QuantryError, RecipeError, UnknownNameError
+from quantry.jobs.artefact_report import content_of
 from quantry.jobs.quantize import quantize
 from quantry.jobs.sweep.plan import read_peers
 from quantry.jobs.sweep.specs import read_specs
 from quantry.jobs.sweep.sweep import sweep
 from quantry.jobs.sweep.table import Outcome, Sweep, mark_frontier, report_content
+from quantry.jobs.verify import verify
 from quantry.models.reader import demo_folder
-from quantry.proof.verify import verify
 from quantry.quantizing.recipe_file import from_card
 from shared import recorded, shared
 
@@ -181,11 +182,18 @@ def test_the_report_is_written(finished: tuple[Path, Sweep]) -> None:
     html = (out / "report.html").read_text()
     for words in (*NAMES, "other.gguf", "Size against KL"):
         assert words in html
+    assert "gate general" in html
+    judged = [row.verdict for row in done.rows]
+    assert [html.count(f"<td>{word}</td>") for word in ("passes", "fails")] == [
+        judged.count("pass"),
+        judged.count("fail"),
+    ]
     assert str(out.parent) not in html
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
     for row in done.rows[: len(NAMES)]:
         own = (out / row.name / "report.html").read_text()
         assert f"{row.perplexity:.3f}" in own
+        assert content_of(out / row.name).rows[0].bytes == row.bytes  # one size of one file
         assert str(out.parent) not in own
         assert (out / row.name / "report.png").read_bytes().startswith(b"\x89PNG")
     assert not list(out.glob("*.lock")) + list(out.glob("*.partial"))
@@ -403,6 +411,7 @@ def test_options_of_all_presets() -> None:
         ({"presets": "w4a16", "engine": "vlm"}, UnknownNameError, "vllm"),
         ({"presets": "w4a16", "engine": "llama.cpp"}, QuantryError, "it serves none of these formats"),
         ({"presets": "gguf-q4_0", "engine": "vllm"}, QuantryError, "it serves none of these formats"),
+        ({"presets": "w4a16", "engine": "vllm"}, QuantryError, "vLLM is not installed"),
         ({"presets": "w4a16", "engine_python": "/nowhere"}, QuantryError, "has no use without an engine"),
         ({"presets": "w4a16", "engine": "vllm", "engine_python": "/nowhere"}, QuantryError, "is not a file"),
         ({"presets": "w4a16", "peers": "/nowhere.gguf"}, QuantryError, "/nowhere.gguf"),

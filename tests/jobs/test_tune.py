@@ -26,6 +26,7 @@ from quantry.jobs.load.trials import read_proof
 from quantry.jobs.load.tune import Tuned, tune
 from quantry.quantizing import card
 from quantry.serving.prepare import serve
+from quantry.storage import write_together
 from shared import recorded
 
 RULES = (
@@ -450,7 +451,7 @@ def test_words_to_serve_with() -> None:
 def test_the_proof_of_an_artefact(models: dict[str, Path], tmp_path: Path) -> None:
     assert read_proof(models["q4"]) == ArtefactProof()
     (tmp_path / "quantry.json").write_text('{"recipe": {"kv": "fp8"}}')
-    card.record_proof(tmp_path, {"verdict": "pass", "gate": "code", "reference": "r"})
+    write_together(card.proven_files(tmp_path, {"verdict": "pass", "gate": "code", "reference": "r"}))
     assert read_proof(tmp_path) == read_proof(tmp_path / "m.gguf") == ArtefactProof("pass", "code", "fp8")
     (tmp_path / "quantry.json").write_text("[")
     assert read_proof(tmp_path) == ArtefactProof()

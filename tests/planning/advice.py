@@ -14,7 +14,7 @@ from typing import Any
 
 from command import command
 
-QUALITY = ("as published", "lossless", "near lossless", "good", "fair", "poor")
+QUALITY = ("as published", "lossless", "near lossless", "very good", "good", "fair", "poor")
 
 
 def requests() -> list[dict[str, Any]]:

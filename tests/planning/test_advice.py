@@ -8,6 +8,7 @@ import pytest
 from depth import cases
 from planning.advice import faults, requests
 from quantry.errors import QuantryError
+from quantry.planning.candidate import is_ready
 from quantry.planning.candidates import find
 from quantry.planning.models import open_model
 from quantry.planning.option import Option
@@ -75,7 +76,8 @@ def test_no_first_option_is_beaten_and_every_command_names_the_model(
         assert not beaten, (other.preset, other.engine)
     for option in found.options:
         words = option.commands.get("quantize", option.commands["serve"])
-        assert found.model["opened_as"] in words
+        ready = f"/{found.model['opened_as'].rpartition('/')[2]}-GGUF"
+        assert found.model["opened_as"] in words or any(ready in word for word in words)
         assert option.memory["per_device"] <= option.memory["limit"]
 
 
@@ -102,9 +104,10 @@ def test_less_memory_never_adds_options(model: str) -> None:
 
 
 def plan_names(model: str, budget: str) -> set[tuple[str, str]]:
-    """Returns every preset and engine that fits, but for spare ones, which are tried only where nothing else fits."""
+    """Returns what fits, but for spare presets and ready files, which are tried only where nothing else fits."""
     options = PlanOptions("RTX 4090", budget=budget)
     request = read_request(model, open_model(model), options)
-    candidates, _ = find(request, offload=False)
+    found, _ = find(request, offload=False)
+    candidates = [candidate for candidate in found if not is_ready(request, candidate)]
     spare = {candidate.preset.name for candidate in candidates if is_spare(candidate.preset, request.facts)}
     return {(row.preset.name, row.engine) for row in candidates if row.preset.name not in spare}

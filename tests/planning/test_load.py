@@ -1,17 +1,24 @@
 """The load of a plan: what is filled in, what is refused, and what a trace stands for."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from command import command
 from quantry.errors import QuantryError
+from quantry.planning.candidates import find
+from quantry.planning.capacity import busy_share, capacity
 from quantry.planning.load import LoadOptions, read_load
 from quantry.planning.models import open_model
 from quantry.planning.plan import plan
+from quantry.planning.ranking import rank
+from quantry.planning.request import PlanOptions, read_request
 from quantry.planning.rules import find_use
+from quantry.planning.speed.throughput import speed
 
 
 def loaded(model: str = "llama-3.1-8b", use: str | None = None, **options: Any) -> Any:
@@ -109,6 +116,57 @@ def test_limits_are_held_or_said_to_fail() -> None:
     hard = plan("llama-3.1-8b", gpu="H100", prompt=20_000, ttft=0.001)
     assert hard.options[0].load["holds"] == {"ttft": False}
     assert any("no option holds the limit of 0.001 s for --ttft" in note for note in hard.notes)
+
+
+def test_the_wait_in_line_is_that_of_a_simulated_queue() -> None:
+    """400,000 requests at random times, each served for 0.2 s in turn, wait as long as the formula was asked for."""
+    service, wait = 0.2, 0.35
+    busy = busy_share(service, wait)
+    gaps = np.random.default_rng(3).exponential(service / busy, 400_000)
+    late, waits = 0.0, 0.0
+    for gap in gaps:
+        late = max(0.0, late + service - gap)
+        waits += late
+    assert waits / len(gaps) == pytest.approx(wait, rel=0.05)
+    assert busy_share(service, 0.0) == busy_share(service, -1.0) == 0.0
+
+
+def test_a_rate_without_a_number_of_sequences_follows_littles_law() -> None:
+    load = loaded(requests_per_second=3.0, answer=200)
+    assert load.workload.concurrency == 3 * 200 / 30
+    assert "keep 20 under way" in load.notes[-1]
+    assert loaded(requests_per_second=3.0, answer=200, tpot=0.01).workload.concurrency == 6
+    assert loaded(requests_per_second=1000.0).workload.concurrency == 256
+    assert loaded(requests_per_second=3.0, concurrency=2).workload.concurrency == 2
+
+
+def test_loads_at_which_limits_break() -> None:
+    """What a limit allows holds it, and one sequence more does not; restated from the speeds themselves."""
+    request = read_request("llama-3.1-8b", open_model("llama-3.1-8b"), goals(tpot=0.02, ttft=0.5, concurrency=16))
+    ranked = rank(request, find(request)[0])[0][0]
+    load, candidate = capacity(ranked), ranked.candidate
+
+    def predicted(sequences: int) -> Any:
+        workload = replace(candidate.workload, concurrency=sequences)
+        return speed(candidate.deployment, workload, request.hardware.cpu)
+
+    most = load["breaks"]["tpot"]["sequences"]
+    assert predicted(most).step_s <= 0.02 < predicted(most + 1).step_s
+    for name in ("tpot", "memory"):
+        at = load["breaks"][name]["sequences"]
+        seconds = at * 512 / predicted(at).prompts_tokens_per_s + 256 * predicted(at).step_s
+        assert load["breaks"][name]["requests_per_s"] == pytest.approx(at / seconds, rel=1e-3)
+    assert load["requests_per_s"] == min(row["requests_per_s"] for row in load["breaks"].values())
+
+
+def goals(**options: Any) -> PlanOptions:
+    return PlanOptions("H100", load=LoadOptions(**options))
+
+
+def test_a_limit_that_nothing_holds_breaks_at_once() -> None:
+    load = plan("llama-3.1-8b", gpu="H100", ttft=0.001, requests_per_second=5.0).options[0].load
+    assert load["breaks"]["ttft"] == {"sequences": 0, "requests_per_s": 0.0}
+    assert load["machines"] is None
 
 
 def test_prices_follow_from_the_hour() -> None:

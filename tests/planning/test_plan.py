@@ -40,7 +40,7 @@ REQUEST_FACTS = {
 }  # fmt: skip
 OPTION_FACTS = {
     "preset", "format", "scheme", "bits", "zero_points", "inputs", "calibrated", "engine", "kernel", "kv", "tensor_parallel",
-    "replicas", "offloaded",
+    "replicas", "offloaded", "as_is",
 }  # fmt: skip
 
 
@@ -143,8 +143,26 @@ def test_a_small_model_is_warned_of_4_bits() -> None:
 def test_a_gguf_of_a_vision_model_is_no_first_choice() -> None:
     options = plan("qwen2.5-vl-7b", gpu="RTX 3090").options
     assert options[0].engine == "vllm"
-    gguf = [one for one in options if one.format == "gguf"]
-    assert all(any("--mmproj" in warning or "tower" in warning for warning in one.warnings) for one in gguf)
+    assert all(option.format != "gguf" for option in options)
+
+
+def test_ready_files_are_planned_where_quantry_writes_none() -> None:
+    for model, gpu, repo in (
+        ("qwen2.5-vl-7b", "M2 16GB", "ggml-org/Qwen2.5-VL-7B-Instruct-GGUF:Q4_K_M"),
+        ("deepseek-ai/DeepSeek-R1", "32 cores 768GB", "unsloth/DeepSeek-R1-GGUF:Q4_K_M"),
+        ("openai/gpt-oss-20b", "M3 24GB", "ggml-org/gpt-oss-20b-GGUF"),
+    ):
+        option = plan(model, gpu=gpu, use="local").options[0]
+        assert list(option.commands) == ["serve"]
+        assert option.commands["serve"][:3] == ["llama-server", "--hf-repo", repo]
+        assert any("ready file of others" in warning for warning in option.warnings)
+
+
+def test_the_limit_of_macos_is_raised_only_where_nothing_fits() -> None:
+    found = plan("gpt-oss-20b", gpu="M3 16GB", use="local")
+    assert found.options
+    assert any("iogpu.wired_limit_mb=13107" in note for note in found.notes)
+    assert not any("iogpu" in note for note in plan("qwen2.5-7b", gpu="M3 16GB").notes)
 
 
 def test_four_bits_are_calibrated() -> None:
@@ -294,7 +312,7 @@ def test_json_names_are_frozen(tmp_path: Path) -> None:
     option = found["options"][0]
     assert set(option) == {
         "preset", "format", "group", "scheme", "engine", "version", "kernel", "kv_cache_type", "layout", "commands", "memory",
-        "speed", "cost", "load", "quality", "job", "score", "reasons", "warnings",
+        "speed", "cost", "load", "speculation", "quality", "job", "score", "reasons", "warnings",
     }  # fmt: skip
     assert set(option["commands"]) == {"quantize", "verify", "serve"}
     assert set(option["memory"]) == {

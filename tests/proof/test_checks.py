@@ -143,6 +143,7 @@ def test_missing_chat_template(artefact: Path) -> None:
         ("{% for message in messages %}{{ message['content'] }}{% endfor %}", "in the reference"),
         ("{{ raise_exception('no') }}", "fails"),
         ("{% if %}", "fails"),
+        ("{{ 'x' * 10 ** 7 }}", "gives more than"),
     ],
 )
 def test_wrong_chat_template(artefact: Path, template: str, words: str) -> None:

@@ -40,7 +40,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def cuts() -> list[Window]:
-    return windows(default_text()[0], AutoTokenizer.from_pretrained(demo_folder()), 96, 6)
+    return windows(default_text(), AutoTokenizer.from_pretrained(demo_folder()), 96, 6)
 
 
 @pytest.fixture(scope="module")

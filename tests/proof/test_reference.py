@@ -73,7 +73,7 @@ def windows_of(kept: Reference) -> list[TopK]:
 
 
 def test_the_demo_model_is_kept_whole(tmp_path: Path) -> None:
-    found = windows(default_text()[0], tokenizer(open_source("demo")), 48, 2)
+    found = windows(default_text(), tokenizer(open_source("demo")), 48, 2)
     kept = reference("demo", found, cache=tmp_path)
     assert (kept.k, kept.vocabulary, kept.recovered, kept.sample.logp.shape) == (4096, 4096, 1.0, (0, 4096))
     model = AutoModelForCausalLM.from_pretrained(demo_folder(), dtype=torch.float32)

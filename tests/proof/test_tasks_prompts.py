@@ -24,7 +24,7 @@ def test_lines_become_prompts(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "What is 2 plus 3?"}]
     file = write(
         tmp_path / "prompts.jsonl",
-        {"prompt": "The sky is", "answer": "blue", "id": "sky"},
+        {"text": "The sky is", "answer": "blue", "id": "sky"},
         "",
         {"messages": messages, "answer": ["5", "five"], "match": "exact", "id": 7},
         {"prompt": "Grüße 🙂"},
@@ -32,7 +32,7 @@ def test_lines_become_prompts(tmp_path: Path) -> None:
     assert read_prompts(file) == [
         Prompt("sky", "The sky is", (), ("blue",), "contains"),
         Prompt("7", None, tuple(messages), ("5", "five"), "exact"),
-        Prompt("4", "Grüße 🙂"),
+        Prompt("4", "Grüße 🙂", ({"role": "user", "content": "Grüße 🙂"},)),
     ]
     assert read_prompts(file)[1].question == "user: What is 2 plus 3?"
 
@@ -44,6 +44,7 @@ def test_lines_become_prompts(tmp_path: Path) -> None:
         ("[" * 100_000, "line 1 is not JSON"),
         ("[]", "needs either"),
         ('{"prompt": "a", "messages": []}', "needs either"),
+        ('{"prompt": "a", "text": "a"}', "needs either"),
         ('{"answer": "a"}', "needs either"),
         ('{"prompt": "a", "anwser": "b"}', "unknown field anwser"),
         ('{"prompt": ""}', "prompt that is not text"),
@@ -142,6 +143,14 @@ def test_both_models_are_compared_prompt_by_prompt() -> None:
     assert json.loads(json.dumps(asdict(report)))["agreement"]["value"] == 0.5
 
 
+def test_an_empty_answer_agrees_with_nothing() -> None:
+    prompts = [Prompt(str(number), "x") for number in range(4)]
+    report = compare(prompts, ["", " \n", "blue", "blue"], ["", "", "blue", ""])
+    assert [record.agree for record in report.records] == [False, False, True, False]
+    assert report.agreement.value == 0.25
+    assert report.warnings[-1] == "3 of 4 prompts have an empty answer, which agrees with nothing"
+
+
 @pytest.mark.parametrize(("alike", "warned"), [(17, False), (16, True)])
 def test_agreement_below_the_limit_is_warned_of(alike: int, warned: bool) -> None:
     prompts = [Prompt(str(number), "x") for number in range(20)]
@@ -157,12 +166,17 @@ def test_the_demo_model_is_asked_as_text_and_as_chat(tmp_path: Path) -> None:
         tmp_path / "prompts.jsonl",
         {"messages": [{"role": "user", "content": "What color is the sky?"}], "answer": "blue"},
         {"messages": [{"role": "user", "content": "What is the capital of France?"}], "answer": "Paris"},
-        {"prompt": "Once upon a time"},
+        {"prompt": "What is the capital of France?", "answer": "Paris"},
+        {"text": "Once upon a time"},
     )
     prompts = read_prompts(file)
     written = ask(prompts, answers, max_tokens=24)
-    assert written[:2] == ["The sky is blue.", "The capital of France is Paris."]
-    assert written[2].startswith(", there was a little girl")
+    assert written[:3] == ["The sky is blue.", "The capital of France is Paris.", "The capital of France is Paris."]
+    assert written[3].startswith(", there was a little girl")
+    continued = ask(prompts[2:3], answers, max_tokens=24, chats=False)
+    assert continued != written[2:3]
+    assert ask([Prompt("plain", prompts[2].text)], answers, max_tokens=24) == continued
+    assert "no chat template: 1 prompts" in compare(prompts, written, written, chats=False).warnings[0]
     report = compare(prompts, written, written)
     assert report.agreement.value == 1.0
     assert report.correct is not None

@@ -1,5 +1,6 @@
 """Windows: cut front to back from one tokenization, with the BOS that the tokenizer itself adds and no second one."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from quantry.errors import QuantryError
 from quantry.models.reader import demo_folder
-from quantry.proof.text import Window, default_text, read_text, windows
+from quantry.proof.text import PIECE, TextFile, Window, default_text, fitting_length, load_text, windows
 from tiny_tokenizers import write_tokenizer
 
 TEXT = "The old man walked along the river, counted the boats, and told his daughter what he had seen. " * 8
@@ -76,13 +77,13 @@ def test_every_token_that_a_tokenizer_puts_before_a_text_is_there_and_none_is_sc
 
 
 def test_the_demo_model_has_windows_of_its_own_text() -> None:
-    text, name = default_text()
+    text = default_text()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(demo_folder())
     found = windows(text, tokenizer, 512, 3)
-    assert name == "held-out.txt"
+    assert text.name == "held-out.txt"
     assert [len(window.tokens) for window in found] == [512] * 3
     assert {window.tokens[0] for window in found} == {tokenizer.bos_token_id}
-    assert text.startswith(tokenizer.decode(found[0].tokens[1:])[:200])
+    assert text.start(4000).startswith(tokenizer.decode(found[0].tokens[1:])[:200])
 
 
 def test_a_text_shorter_than_a_window_is_refused(tmp_path: Path) -> None:
@@ -121,9 +122,48 @@ def test_no_warning_of_a_text_longer_than_the_context(tmp_path: Path, caplog: py
 
 def test_a_text_of_the_users_own_is_read_or_refused(tmp_path: Path) -> None:
     (tmp_path / "own.txt").write_text("Grüße vom Fluss", encoding="utf-8")
-    assert read_text(tmp_path / "own.txt") == ("Grüße vom Fluss", "own.txt")
+    own = load_text(tmp_path / "own.txt")
+    assert (own.start(5), own.name) == ("Grüße", "own.txt")
+    assert own.digest() == hashlib.sha256("Grüße vom Fluss".encode()).hexdigest()
     (tmp_path / "other.txt").write_bytes(b"Gr\xfc\xdfe")
-    for file, reason in (("other.txt", "it is not UTF-8"), ("none.txt", "No such file or directory")):
+    (tmp_path / "empty.txt").write_text(" \n\n")
+    for file, problem in (
+        ("other.txt", f"cannot read {tmp_path / 'other.txt'}: it is not UTF-8"),
+        ("none.txt", f"cannot read {tmp_path / 'none.txt'}: No such file or directory"),
+        ("empty.txt", f"{tmp_path / 'empty.txt'} has no text"),
+        ("", f"{tmp_path} is not a file"),
+    ):
         with pytest.raises(QuantryError) as caught:
-            read_text(tmp_path / file)
-        assert str(caught.value) == f"cannot read {tmp_path / file}: {reason}; give a text file in UTF-8"
+            load_text(tmp_path / file)
+        assert str(caught.value) == f"{problem}; give a text file in UTF-8"
+
+
+def test_a_long_text_is_read_as_far_as_its_windows_reach(tmp_path: Path) -> None:
+    """The end of the file is no text at all: a reader of the whole file would stumble over it."""
+    tokenizer = load(tmp_path, "bpe-llama-bpe")
+    lines = TEXT.replace(". ", ".\n") * (2 * PIECE // len(TEXT))
+    (tmp_path / "long.txt").write_bytes(lines.encode() + b"\xff\xfe")
+    text = load_text(tmp_path / "long.txt")
+    plain = tokenizer(lines[: PIECE // 4], add_special_tokens=False)["input_ids"]
+    assert [window.tokens[1:] for window in windows(text, tokenizer, 32, 3)] == [
+        tuple(plain[start : start + 31]) for start in (0, 31, 62)
+    ]
+    with pytest.raises(QuantryError, match="not UTF-8"):
+        text.digest()
+
+
+def test_pieces_of_a_text_end_with_lines_and_are_the_text(tmp_path: Path) -> None:
+    lines = TEXT.replace(". ", ".\n")
+    (tmp_path / "own.txt").write_text(lines)
+    pieces = list(TextFile(tmp_path / "own.txt").pieces(100))
+    assert "".join(pieces) == lines
+    assert len(pieces) > 3
+    assert all(piece.endswith("\n") for piece in pieces)
+    (tmp_path / "line.txt").write_text("x" * 1000)  # no line ends
+    assert {len(piece) for piece in TextFile(tmp_path / "line.txt").pieces(100)} == {200}
+
+
+def test_windows_are_no_longer_than_the_context_of_a_model() -> None:
+    short, long = {"max_position_embeddings": 64}, {"max_position_embeddings": 4096}
+    assert fitting_length(512, long, {}) == (512, ())
+    assert fitting_length(512, long, short) == (64, ("windows have 64 tokens, not 512: that is the model's context",))

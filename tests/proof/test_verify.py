@@ -35,10 +35,11 @@ Make = Callable[[str], Path]
 @pytest.fixture(scope="module", autouse=True)
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The tests of a run share references, apart from the user's, of the first pages of the text."""
-    content, name = text.default_text()
+    first = tmp_path_factory.mktemp("text") / text.HELD_OUT
+    first.write_text(text.default_text().start(8000))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUANTRY_CACHE", str(shared(tmp_path_factory, "verify-cache", lambda folder: None)))
-        patch.setattr(text, "default_text", lambda: (content[:8000], name))
+        patch.setattr(text, "default_text", lambda: text.TextFile(first))
         yield
 
 
@@ -117,7 +118,7 @@ def test_json_names_are_frozen(proven: Callable[[str], Proof]) -> None:
     assert set(proof) == {
         "artefact", "reference", "gate", "verdict", "kl", "kl_median", "kl_p99", "top1", "perplexity",
         "reference_perplexity", "noise_floor", "served", "intervals", "findings", "text", "compact", "worst_tensors", "memory",
-        "prompts", "tasks", "notes",
+        "prompts", "tasks", "notes", "recorded",
     }  # fmt: skip
     assert set(proof["served"]) == {
         "engine", "version", "kl", "kl_median", "kl_p99", "top1", "perplexity", "intervals", "gap",
@@ -154,6 +155,18 @@ def test_a_use_decides(made: Make, tmp_path: Path) -> None:
     artefact = shutil.copytree(made("w4a16"), tmp_path / "w4a16")
     assert quantry.verify(artefact, reference="demo", gate="draft", **SMALL).passed
     assert "kl" in failed(quantry.verify(artefact, reference="demo", gate="accuracy-critical", **SMALL))
+
+
+def test_windows_longer_than_the_context_are_clipped_and_it_is_said(w8: Path, tmp_path: Path) -> None:
+    """Beyond its context a model computes something else: a perplexity of 26 instead of 5."""
+    config = json.loads((w8 / "config.json").read_text())
+    (w8 / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 48}))
+    proof = quantry.verify(w8, reference="demo", windows=2, length=5000)
+    assert proof.text["length"] == 48
+    assert "windows have 48 tokens, not 5000: that is the model's context" in proof.notes
+    found = quantry.diff("demo", w8, windows=1, length=5000)
+    assert found.text["length"] == 48
+    assert "windows have 48 tokens, not 5000: that is the model's context" in found.notes
 
 
 # ---- broken on purpose: each fails the gate or is refused, and is named ----
@@ -277,8 +290,33 @@ def test_short_text_is_refused(w8: Path, tmp_path: Path) -> None:
 def test_engine_that_is_not_installed_is_refused(engine: str, w8: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", bare], check=True)
+    steps: list[str] = []
     with pytest.raises(QuantryError, match="not installed.*pip install.*--engine-python"):
-        quantry.verify(w8, reference="demo", engine=engine, engine_python=bare / "bin" / "python", **SMALL)
+        quantry.verify(
+            w8, reference="demo", engine=engine, engine_python=bare / "bin" / "python", **SMALL,
+            progress=lambda done, total, label: steps.append(label),
+        )  # fmt: skip
+    assert not steps  # nothing was computed before
+
+
+def test_what_is_wrong_with_the_request_is_said_before_any_work(w8: Path, tmp_path: Path) -> None:
+    """The artefact is damaged too, which the check of its files would find next."""
+    file = w8 / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1000] ^= 1
+    file.write_bytes(data)
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "short.txt").write_text("Once upon a time.")
+    for options, words in (
+        ({"text": tmp_path / "empty.txt"}, "has no text"),
+        ({"text": tmp_path / "short.txt"}, "has 5 tokens"),
+        ({"tasks": str(tmp_path / "none.yaml")}, "no task file"),
+        ({"length": 1}, "no token to score"),
+        ({"output": tmp_path / "empty.txt"}, "not a folder that can be written"),
+        ({"output": tmp_path, "record": False}, "leave one of them out"),
+    ):
+        with pytest.raises(QuantryError, match=words):
+            quantry.verify(w8, reference="demo", **options)
 
 
 def test_engine_that_does_not_take_the_format_is_refused(w8: Path, q8: Path) -> None:
@@ -312,7 +350,7 @@ def test_prompts_and_tasks(q8: Path, tmp_path: Path) -> None:
     rows = [
         {"messages": [{"role": "user", "content": "What color is the sky?"}], "answer": "blue"},
         {"messages": [{"role": "user", "content": "What do cows give us?"}], "answer": "milk"},
-        {"prompt": "Once upon a time, there was a"},
+        {"text": "Once upon a time, there was a"},
     ]
     (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "riddles.jsonl").write_text(

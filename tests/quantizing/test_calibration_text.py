@@ -276,6 +276,9 @@ def test_chats_need_a_template_that_takes_them(tmp_path: Path, write: Write) -> 
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(QuantryError, match=r"refuses chats\.jsonl, document \d+: no system role"):
         load(path, tokenizer, samples=1, length=16)
+    tokenizer.chat_template = "{{ 'x' * 10 ** 7 }}"
+    with pytest.raises(QuantryError, match="chat template gives more than"):
+        load(path, tokenizer, samples=1, length=16)
     tokenizer.chat_template = None
     with pytest.raises(QuantryError, match="is a chat and the tokenizer has no chat template"):
         load(path, tokenizer, samples=1, length=16)

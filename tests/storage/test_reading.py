@@ -19,7 +19,7 @@ from quantry.jobs.load.trials import read_proof
 from quantry.jobs.output_folder import OutputFolder, read_artefact
 from quantry.models.workspace import DONE, Workspace
 from quantry.proof.checks import check_files
-from quantry.quantizing.card import record_proof
+from quantry.quantizing.card import proven_files
 from quantry.quantizing.recipe_file import from_card, read_plan, read_recipe
 from quantry.storage.reading import read_json, read_toml
 from quantry.storage.shape import fault
@@ -130,7 +130,7 @@ def read_card(file: Path) -> None:
 
 
 def record(file: Path) -> None:
-    record_proof(file.parent, {"verdict": "pass"})
+    proven_files(file.parent, {"verdict": "pass"})
 
 
 READERS: tuple[Callable[[Path], object], ...] = (

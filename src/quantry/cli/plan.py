@@ -141,10 +141,10 @@ def picture(plan: "Plan") -> list["RenderableType"]:
     if not plan.options:
         return [_head(plan), "", *_nothing(plan), *notes]
     best = plan.options[0]
-    lines: list[RenderableType] = [_head(plan), "", _title(best), *_bar(best), ""]
+    lines: list[RenderableType] = [_head(plan), "", _title(best), *_bar(best), *_load(best), ""]
     lines += [Text(f"  + {reason}") for reason in best.reasons]
     lines += [Text(f"  ! {warning}", "yellow") for warning in best.warnings]
-    lines += ["", *_commands(best), "", _table(_different(plan.options)[:SHOWN]), *_refused(plan)]
+    lines += ["", *_commands(best), *_speculation(best), "", _table(_different(plan.options)[:SHOWN]), *_refused(plan)]
     return [*lines, *notes]
 
 
@@ -216,6 +216,37 @@ def _bar(option: "Option") -> list["Text"]:
     line.append("░" * max(0, BAR + 2 - len(line)), "dim")
     line.append(f" {human(memory['per_device'])} of {human(memory['limit'])} on each device")
     return [line, words]
+
+
+def _load(option: "Option") -> list["Text"]:
+    """Says what one machine carries, and how many a rate needs, where limits or a rate are given."""
+    from rich.text import Text
+
+    load, limits = option.load, [name for name in option.load["breaks"] if name != "memory"]
+    if not limits and load["machines"] is None:
+        return []
+    words = f"  one machine carries {load['requests_per_s']:.3g} requests/s, {load['sequences']:,} at once"
+    for name in limits:
+        words += f"; --{name} breaks at {load['breaks'][name]['requests_per_s']:.3g} requests/s"
+    full = load["breaks"]["memory"]
+    words += f"; memory is full at {full['sequences']:,} at once"
+    if load["machines"] is not None:
+        words += f"; the rate needs {load['machines']:,} machine{'s' if load['machines'] > 1 else ''}"
+    return [Text(words)]
+
+
+def _speculation(option: "Option") -> list["Text"]:
+    """Names the ways to guess ahead, with what is expected of them."""
+    from rich.text import Text
+
+    if not option.speculation:
+        return []
+    lines = ["", "guessing ahead (answers stay the same; --json has the commands; quantry tune measures them):"]
+    for way in option.speculation:
+        name = f"{way['method']} with {way['model']}" if way["model"] else way["method"]
+        gain = f"{way['times']:.1f} times the tokens/s if {way['right']:.0%} of the guesses are right"
+        lines.append(f"  {name}: {gain}; {way['only']}")
+    return [Text(line) for line in lines]
 
 
 def _commands(option: "Option") -> list["Text"]:

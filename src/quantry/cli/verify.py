@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantry.cli import _flags as flags
-from quantry.cli._output import print_result, steps, table, write_report
-from quantry.storage import ARTEFACT_FILE
+from quantry.cli._output import print_result, steps, table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,6 +29,11 @@ Judge = Annotated[
 JudgeModel = Annotated[str | None, typer.Option(help="The model to ask there.")]
 JudgeKey = Annotated[str, typer.Option(help="The environment variable that holds the endpoint's key.")]
 Engine = Annotated[str | None, typer.Option(help="Measure as served too: {verifying}; GGUF always is, in llama.cpp.")]
+Output = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", help="A folder for the verdict; else an artefact of Quantry gets it itself."),
+]
+Record = Annotated[bool, typer.Option("--record/--no-record", help="Write the verdict, or only print it.")]
 MaxTokens = Annotated[int, typer.Option(help="Tokens of an answer to a prompt.")]
 
 
@@ -50,26 +54,40 @@ def command(
     length: flags.WindowLength = 512,
     max_tokens: MaxTokens = 64,
     device: flags.Device = "cpu",
+    output: Output = None,
+    record: Record = True,
     report: flags.Report = True,
     json: flags.Json = False,
 ) -> None:
     """Measure what was lost, on the written bytes and in the engine; exit code 1 if the gate fails."""
-    from quantry.proof.verify import verify
+    from quantry.jobs.verify import verify
 
     with steps(quiet=json) as progress:
         proof = verify(
             artefact, reference=reference, text=text, prompts=prompts, tasks=tasks, limit=limit, judge=judge,
             judge_model=judge_model, judge_key=judge_key, engine=engine, engine_python=engine_python, gate=gate,
-            windows=windows, length=length, max_tokens=max_tokens, device=device, progress=progress,
+            windows=windows, length=length, max_tokens=max_tokens, device=device, output=output, record=record,
+            report=report, progress=progress,
         )  # fmt: skip
-    path = Path(artefact).expanduser()
-    folder = path if path.is_dir() else path.parent
-    page = write_report(folder) if report and (folder / ARTEFACT_FILE).is_file() else None
     print_result(proof, picture, json)
-    if page and not json:
-        typer.echo(f"report: {page}")
+    if record and proof.recorded is None:
+        typer.echo(f"warning: {proof.notes[-1]}", err=True)
+    if proof.recorded and not json:
+        _tell_files(Path(proof.recorded))
     if not proof.passed:
         raise typer.Exit(1)
+    if output and proof.recorded is None:
+        raise typer.Exit(2)
+
+
+def _tell_files(folder: Path) -> None:
+    """Says where the verdict is, if not in the artefact's own card, and the report."""
+    from quantry.jobs.artefact_report import PAGE
+    from quantry.jobs.verdict import BESIDE
+
+    for name, file in (("verdict", folder / BESIDE), ("report", folder / PAGE)):
+        if file.is_file():
+            typer.echo(f"{name}: {file}")
 
 
 def picture(proof: "Proof") -> list["RenderableType"]:
@@ -121,6 +139,7 @@ def _answers(proof: "Proof") -> list[str]:
     lines = []
     if proof.prompts:
         lines.append(f" {proof.prompts['agreement']['value']:.0%} of {proof.prompts['prompts']} prompts answered alike")
+        lines += [f" {warning}" for warning in proof.prompts["warnings"]]
         if proof.prompts["correct"]:
             right = proof.prompts["correct"]
             lines.append(

@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 from quantry.engines.contract.boot_log import Facts, last, size, until
 from quantry.engines.contract.command import Command, Setting, check, explained, maybe, refuse, started_by, switch
 from quantry.engines.contract.options import LOOKUP, Serving
 
 ALL_LAYERS = 999
+HUB_GGUF = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+(?<!\.gguf))(:((?P<file>[^:]+\.gguf)|[\w.-]+))?", re.ASCII)
 WARNING = re.compile(r"[\d.]+ W ")  # how a line of the log starts
 # Lookup, measured with a 135M model in Q8_0 on a CPU: repeating a text, editing code, rewriting, extracting lines; 395
 # tokens. These sizes need 112 steps and 79 % of 359 guesses are right. llama.cpp's own, 12 and 48, need 225 steps,
@@ -18,7 +20,7 @@ MATCH, GUESSES = 4, 8
 
 def settings(serving: Serving) -> list[Setting]:
     return [
-        Setting("--model", serving.model, "the file, or the first of its parts"),
+        *_model(serving.model),
         Setting("--host", serving.host, "the address that it listens on"),
         Setting("--port", serving.listening_port, "the port that it listens on"),
         *_slots(serving),
@@ -66,6 +68,16 @@ def facts(lines: Iterable[str]) -> Facts:
         context=int(slots.group(2)) if slots else None,
         warnings=tuple(dict.fromkeys(line.partition(" W ")[2].strip() for line in log if WARNING.match(line))),
     )
+
+
+def _model(model: str) -> list[Setting]:
+    """Returns the file, or what to download: a repository with the type or the name of a file."""
+    hub = HUB_GGUF.fullmatch(model)
+    if hub is None or Path(model).exists():
+        return [Setting("--model", model, "the file, or the first of its parts")]
+    if hub["file"]:
+        return [Setting("--hf-repo", hub["repo"], "downloaded once"), Setting("--hf-file", hub["file"], "of those")]
+    return [Setting("--hf-repo", model, "downloaded once: the repository, and the type of the file")]
 
 
 def _slots(serving: Serving) -> list[Setting]:

@@ -8,6 +8,7 @@ from quantry.engines import llama_cpp
 from quantry.engines.contract.boot_log import Facts, last
 from quantry.engines.contract.command import Command, Setting, Step, check, checked, environment, explained, maybe
 from quantry.engines.contract.options import Serving
+from quantry.engines.llama_cpp import HUB_GGUF
 from quantry.errors import RecipeError
 
 MODELFILE = "Modelfile"
@@ -65,6 +66,8 @@ def modelfile(serving: Serving) -> str:
     if "\n" in serving.model:
         raise RecipeError(f"the path {serving.model!r} has a line break", fix="rename the folder")
     path = serving.model if Path(serving.model).is_absolute() else f"./{serving.model}"
+    if serving.format == "gguf" and HUB_GGUF.fullmatch(serving.model) and not Path(serving.model).exists():
+        path = f"hf.co/{serving.model}"
     limits = {"num_ctx": serving.context, "num_thread": serving.threads}
     lines = [f"PARAMETER {name} {value}" for name, value in limits.items() if value]
     return "\n".join([f"FROM {path}", *lines, ""])

@@ -20,7 +20,7 @@ from quantry.engines.contract.command import (
     started_by,
     switch,
 )
-from quantry.engines.contract.options import LOOKUP, Serving
+from quantry.engines.contract.options import LOOKUP, MTP, Serving
 from quantry.errors import RecipeError
 
 GUESSES = 5  # tokens guessed at a time where nobody says
@@ -150,8 +150,11 @@ def _guessing(serving: Serving) -> list[Setting]:
     if serving.speculative == LOOKUP:
         method: dict[str, object] = {"method": "ngram", "num_speculative_tokens": number, "prompt_lookup_max": MATCH}
         why = "guesses are copied from the prompt, where the last tokens stood before"
+    elif serving.speculative == MTP:
+        method = {"method": MTP, "num_speculative_tokens": number}
+        why = "heads that the model brings guess, the model checks; answers stay the same"
     else:
-        method = {"method": "draft_model", "model": serving.speculative, "num_speculative_tokens": number}
+        method = {"method": serving.drafter, "model": serving.speculative, "num_speculative_tokens": number}
         why = "a smaller model guesses, this one checks; answers stay the same"
     return [Setting("--speculative-config", json.dumps(method), why)]
 

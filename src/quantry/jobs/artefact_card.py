@@ -55,9 +55,8 @@ class ArtefactCard:
 
     @property
     def size(self) -> int:
-        """The bytes of the files with weights; those of the tensors if no files are listed."""
-        files = self.files.values()
-        return sum(count(file, "bytes") for file in files) if files else self.count("bytes")
+        """The bytes of its tensors: the size that card, sweep and every page show, known before a file is written."""
+        return self.count("bytes")
 
     @property
     def versions(self) -> dict[str, str]:

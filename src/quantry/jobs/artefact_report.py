@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from quantry import __version__
 from quantry.devices import Device
 from quantry.devices.catalogue import parse
 from quantry.devices.detect import detect
@@ -20,31 +21,34 @@ from quantry.errors import QuantryError
 from quantry.jobs.artefact_card import ArtefactCard, figure, finite, mapping, mappings, notes_of, read_card
 from quantry.jobs.artefact_maps import bits_map, read_sensitivity
 from quantry.jobs.output_folder import writing
+from quantry.models.anatomy import dissect
 from quantry.models.attention import context_length
 from quantry.models.reader import open_checkpoint
-from quantry.models.writer import write_atomically
 from quantry.planning.deployment import Deployment
 from quantry.planning.memory.footprint import footprint
 from quantry.quantizing.recipe import presets
 from quantry.report import Content, FileRow, Memory, picture, render
 from quantry.report.sizes import human
+from quantry.storage import SENSITIVITY_FILE, write_together
 from quantry.types import Checkpoint, Workload
 
-SENSITIVITY = "sensitivity.json"
 PAGE, PICTURE = "report.html", "report.png"
 CONTEXT = 4096  # tokens that memory is predicted for, if the model allows as many
 VISIBLE = 0.05  # of a device's memory: a smaller model would be a hair in the picture of its capacity
 
 
-def content_of(folder: Path, device: Device | None = None) -> Content:
+def content_of(folder: Path, device: Device | None = None, proof: Mapping[str, Any] | None = None) -> Content:
     """Returns the report of an artefact; memory is predicted for a device, else for this machine.
 
-    Raises CheckpointError if quantry.json or sensitivity.json is missing or damaged.
+    A `proof` takes the place of the one in quantry.json. Raises CheckpointError if quantry.json or sensitivity.json is
+    missing or damaged.
     """
     card = read_card(folder)
+    if proof is not None:
+        card = ArtefactCard({**card.content, "proof": proof})
     checkpoint = open_checkpoint(folder)
     proof = card.proof
-    sensitivity = read_sensitivity(folder / SENSITIVITY)
+    sensitivity = read_sensitivity(folder / SENSITIVITY_FILE)
     engine, served = _engine(card), _served(proof)
     engine_version = {str(served.get("engine")): str(served.get("version", ""))} if served else {}
     machine = device or _this_machine()
@@ -70,15 +74,38 @@ def content_of(folder: Path, device: Device | None = None) -> Content:
     )
 
 
+def content_of_proof(artefact: Path, proof: Mapping[str, Any]) -> Content:
+    """Returns the report of an artefact that another tool made: what its proof and its headers say."""
+    anatomy, served = dissect(open_checkpoint(artefact)), _served(proof)
+    size = measured(artefact.name, anatomy.bytes, proof, bits=anatomy.bits_per_weight)
+    return Content(
+        title=artefact.name,
+        model=f"{anatomy.parameters:,} parameters, stored as {anatomy.format}",
+        rows=(replace(size, chosen=True),),
+        noise_floor=finite(proof.get("noise_floor")),
+        reference_perplexity=finite(proof.get("reference_perplexity")),
+        gate=str(proof.get("gate", "")),
+        verdict=proof.get("verdict", ""),
+        findings=tuple(mappings(proof.get("findings", ()), "the findings of the proof")),
+        notes=tuple(notes_of(proof)),
+        versions={"quantry": __version__, **({str(served["engine"]): str(served["version"])} if served else {})},
+        provenance={"proof": {"reference": proof.get("reference"), "text": proof.get("text")}},
+    )
+
+
+def files(folder: Path, content: Content) -> dict[Path, bytes]:
+    """Returns report.html and report.png."""
+    return {folder / PICTURE: picture(content), folder / PAGE: render(content).encode()}
+
+
 def write(folder: Path, content: Content) -> Path:
-    """Writes report.html and report.png into a folder, each whole or not at all; returns the path of the page.
+    """Writes report.html and report.png into a folder, both or neither; returns the path of the page.
 
     Raises OutputError if the folder cannot be written.
     """
-    page, image = render(content).encode(), picture(content)
+    drawn = files(folder, content)
     with writing(folder, "fix that, or continue with --no-report"):
-        write_atomically(folder / PICTURE, image)
-        write_atomically(folder / PAGE, page)
+        write_together(drawn)
     return folder / PAGE
 
 
@@ -96,7 +123,7 @@ def measured(name: str, size: int, proof: Mapping[str, Any], *, bits: float | No
     served = _served(proof)
     kl, served_kl = figure(proof, "kl"), figure(served, "kl")
     top1, perplexity = (figure(served or proof, key) for key in ("top1", "perplexity"))
-    return FileRow(name, size, bits, *kl, *served_kl, *top1, *perplexity)
+    return FileRow(name, size, bits, *kl, *served_kl, *top1, *perplexity, verdict=proof.get("verdict"))
 
 
 def _served(proof: Mapping[str, Any]) -> Mapping[str, Any]:

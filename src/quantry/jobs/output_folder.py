@@ -11,9 +11,8 @@ from typing import Any
 from quantry import __version__
 from quantry.errors import OutputError
 from quantry.models.workspace import check_target
-from quantry.models.writer import write_atomically
 from quantry.quantizing.artefact_file import read_artefact_file
-from quantry.storage import ARTEFACT_FILE
+from quantry.storage import ARTEFACT_FILE, write_atomically
 from quantry.storage.reading import read_json
 
 NEEDED = ("quantry", "preset", "format", "bytes", "source_bytes", "bits_per_weight", "files", "recipe", "notes")
@@ -50,7 +49,7 @@ class OutputFolder:
         file = self.path / f"{self.job}.lock"
         with writing(self.path, "fix that and run the same command again"):
             self.path.mkdir(parents=True, exist_ok=True)
-            with file.open("w") as lock:
+            with file.open("a") as lock:  # what a link of that name leads to stays as it is
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError as error:

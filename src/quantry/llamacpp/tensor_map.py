@@ -137,13 +137,19 @@ def _parts(tensor: TensorInfo, row: Family, flip: bool) -> Iterator[tuple[str, _
 
 
 def _target_names(source: str, architecture: str) -> list[str]:
-    plain = EXPERT.sub(".experts.", _plain(source))
-    layer = LAYER.search(plain)
-    names = _names_in_layer_0(LAYER.sub("0", plain), architecture)
+    names = target_names(source, architecture)
     if None in names:
         raise CheckpointError(f"{source} has no place in llama.cpp's {architecture}", fix=UNKNOWN)
+    return [name for name in names if name]
+
+
+def target_names(source: str, architecture: str) -> list[str | None]:
+    """Returns the targets that a tensor of the checkpoint contributes to; None stands for an unknown one."""
+    plain = EXPERT.sub(".experts.", _plain(source))
+    layer = LAYER.search(plain)
     number = int(layer[0]) if layer else 0
-    return [f"blk.{number}.{name[6:]}" if name.startswith("blk.0.") else name for name in names if name]
+    names = _names_in_layer_0(LAYER.sub("0", plain), architecture)
+    return [f"blk.{number}.{name[6:]}" if name and name.startswith("blk.0.") else name for name in names]
 
 
 @cache

@@ -15,6 +15,7 @@ from quantry.errors import HubError
 from quantry.models.files import whole
 
 HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?(?::(?P<file>[^:]+\.gguf))?", re.ASCII)
+SNAPSHOT = re.compile(r"/models--(?P<repo>[^/]+)/snapshots/(?P<commit>[^/]+)(?:/|$)")
 TIMEOUT_S = 20.0
 PICKLES = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "original/*"]
 
@@ -65,6 +66,18 @@ class HubFiles:
                 self.repo, revision=self._commit_and_sizes[0], allow_patterns=names, ignore_patterns=PICKLES
             )
         return Path(folder) / names[0] if names else Path(folder)
+
+
+def cached_snapshot(folder: Path) -> str | None:
+    """Returns the repository and commit of a folder in the hub's cache, owner--name/commit; None for any other folder.
+
+    Its files are links to blobs that other revisions share.
+    """
+    for path in (folder.absolute(), folder.resolve()):
+        found = SNAPSHOT.search(path.as_posix())
+        if found:
+            return f"{found['repo']}/{found['commit']}"
+    return None
 
 
 def _take(chunks: Iterable[bytes], skip: int, length: int) -> bytes:

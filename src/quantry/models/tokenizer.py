@@ -5,6 +5,8 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from quantry.errors import STOPS, CheckpointError
+from quantry.models import chat_template
+from quantry.models.chat_template import Messages
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -30,6 +32,25 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Returns the tokens of a text of any length; `verbose=False` stops the warning about texts beyond the context."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Returns the chat template, of several the default one; None if there is none."""
+    template = tokenizer.chat_template
+    return (template.get("default") if isinstance(template, dict) else template) or None
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, *, template: str | None = None, generation: bool = False
+) -> str:
+    """Renders messages with the tokenizer's chat template or another; with `generation` up to where the answer begins.
+
+    Raises CheckpointError if there is none, TemplateRefusalError and TemplateLimitError as `chat_template.render` does.
+    """
+    chosen = template or template_of(tokenizer)
+    if chosen is None:
+        raise CheckpointError("the model has no chat template", fix="give plain text instead of messages")
+    return chat_template.render(chosen, messages, tokenizer.special_tokens_map, generation=generation)
 
 
 def prefix_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quantry.errors import OutputError, WeightError
-from quantry.models.writer import write_atomically
-from quantry.storage import ARTEFACT_FILE
+from quantry.storage import ARTEFACT_FILE, write_atomically
 from quantry.storage.reading import read_json
 
 RESERVE = 64 << 20  # bytes left free on the disk for everything else
@@ -167,7 +166,7 @@ def _claim(partial: Path, identity: Mapping[str, Any]) -> None:
 @contextmanager
 def _lock(out: Path) -> Iterator[None]:
     path = out.with_name(out.name + ".lock")
-    with path.open("w") as lock:
+    with path.open("a") as lock:  # what a link of that name leads to stays as it is
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -165,13 +165,3 @@ class ShardWriter:
         self._hashing.append(self._hasher.submit(self._hash.update, piece))
         while len(self._hashing) > 4:
             self._hashing.popleft().result()
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Writes a small file that is either complete or absent."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)

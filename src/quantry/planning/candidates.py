@@ -6,14 +6,14 @@ cache where the plain one does not fit. Layers stay on the host (llama.cpp) only
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from quantry.engines.contract.catalogue import engine_facts, ranked
 from quantry.errors import QuantryError
 from quantry.models.attention import block_count
 from quantry.models.gguf import block_sizes
+from quantry.planning.candidate import Candidate, Refused, outline
 from quantry.planning.deployment import Deployment, Settings
-from quantry.planning.facts import Facts
 from quantry.planning.feasibility import feasible
 from quantry.planning.memory.footprint import footprint, host_memory, max_concurrency, most_layers, room
 from quantry.planning.request import Request
@@ -21,7 +21,7 @@ from quantry.planning.rules import caches, is_spare, left_out, refusal
 from quantry.quantizing.recipe import Preset, Recipe, preset, presets
 from quantry.quantizing.tensor_plan import main_dtype
 from quantry.report.sizes import human
-from quantry.types import Footprint, Verdict, Workload
+from quantry.types import Verdict, Workload
 
 SMALLER_GROUPS = (64, 32)
 THROUGHPUT = ("high-throughput", "high-scale-api")  # uses that a smaller cache is always tried for
@@ -29,98 +29,7 @@ LEAST_SLOTS = 8  # sequences at once of a server whose user gave no number
 HOST_SHARE = 0.9  # of the host's memory that may be filled
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A deployment that runs, for one of `replicas` copies, with its memory."""
-
-    deployment: Deployment
-    verdict: Verdict
-    workload: Workload  # of one copy
-    replicas: int
-    footprint: Footprint  # of one copy
-    limit: int  # bytes of a device that may be filled
-
-    @property
-    def recipe(self) -> Recipe:
-        assert self.deployment.recipe is not None
-        return self.deployment.recipe
-
-    @property
-    def preset(self) -> Preset:
-        return self.recipe.preset
-
-    @property
-    def engine(self) -> str:
-        return self.deployment.engine
-
-    @property
-    def sequences(self) -> int:
-        """Sequences at once of all copies."""
-        return self.workload.concurrency * self.replicas
-
-    @property
-    def devices(self) -> int:
-        """Devices of all copies."""
-        return self.deployment.devices * self.replicas
-
-    @property
-    def offloaded(self) -> bool:
-        return self.deployment.offload_layers is not None or self.deployment.host_experts > 0
-
-    @property
-    def facts(self) -> Facts:
-        """The facts of an option that rules may speak of."""
-        grid, activation = self.preset.scheme.weight, self.preset.scheme.activation
-        return {
-            **_outline(self.recipe, self.engine),
-            "zero_points": not grid.symmetric,
-            "inputs": activation.grid.kind if activation else "none",
-            "calibrated": self.preset.transform is not None or self.preset.rounder != "nearest",
-            "kernel": self.verdict.outcome,
-            "kv": self.deployment.kv,
-            "tensor_parallel": self.deployment.tensor_parallel,
-            "replicas": self.replicas,
-            "offloaded": self.offloaded,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A preset that an engine cannot serve here; `short` is the bytes a device lacks, if that is the reason."""
-
-    preset: str
-    engine: str
-    why: str
-    fix: str
-    short: int | None = None
-
-
 Search = tuple[list[Candidate], list[Refused]]
-
-
-def scheme_name(chosen: Preset) -> str:
-    """Returns the name that rules have for the scheme of a preset."""
-    grid, activation = chosen.scheme.weight, chosen.scheme.activation
-    if grid.is_cast:
-        return "16-bit"
-    if chosen.file_type:
-        return chosen.file_type
-    if grid.kind == "int":
-        return "llm-int8" if chosen.formats == ("bitsandbytes",) else f"w{grid.bits}a{8 if activation else 16}"
-    if grid.kind == "e2m1":
-        return "nvfp4" if grid.scale == "e4m3" else "mxfp4"
-    return {"e4m3": "fp8", "e5m2": "fp8"}.get(grid.kind, grid.kind)
-
-
-def _outline(recipe: Recipe, engine: str) -> Facts:
-    """Returns the facts of an option that are known before its memory is."""
-    return {
-        "preset": recipe.preset.name,
-        "format": recipe.format,
-        "scheme": scheme_name(recipe.preset),
-        "bits": recipe.preset.scheme.weight.bits,
-        "engine": engine,
-    }
 
 
 def planned_engines(request: Request) -> tuple[str, ...]:
@@ -144,27 +53,39 @@ def planned_presets(request: Request) -> list[Preset]:
 def find(request: Request, only: Sequence[str] | None = None, offload: bool = True) -> Search:
     """Returns all candidates that run and fit, and what was refused; `only` limits the presets.
 
-    Spare presets are tried only where nothing fits without them; layers go to the host's memory only where nothing fits
-    without that and `offload` allows it.
+    Spare presets and ready files of others are tried only where nothing fits without them; layers go to the host's
+    memory only where nothing fits without that and `offload` allows it.
     """
     planned = [chosen for chosen in planned_presets(request) if only is None or chosen.name in only]
     named = request.engine or request.stored
     first = [chosen for chosen in planned if named or not is_spare(chosen, request.facts)]
-    candidates, refused = _search(request, first, offload=False)
-    if not candidates and len(first) < len(planned):
-        candidates, refused = _search(request, planned, offload=False)
+    ready = [recipe for recipe in _ready(request) if only is None or recipe.preset.name in only]
+    candidates, refused = _search(request, first, ready if _prefers_ready(request) else (), offload=False)
+    if not candidates and (len(first) < len(planned) or ready):
+        candidates, refused = _search(request, planned, ready, offload=False)
     if candidates or not offload or request.device.kind != "gpu":
         return candidates, refused
-    offloaded, still_refused = _search(request, planned, offload=True)
+    offloaded, still_refused = _search(request, planned, ready, offload=True)
     return offloaded, refused if offloaded else still_refused
 
 
-def _search(request: Request, tried: Sequence[Preset], offload: bool) -> Search:
+def _ready(request: Request) -> tuple[Recipe, ...]:
+    return request.ready.recipes if request.ready else ()
+
+
+def _prefers_ready(request: Request) -> bool:
+    """Returns True where llama.cpp is the engine of choice; elsewhere ready files are tried if nothing else fits."""
+    return request.engine is not None or request.use.name == "local" or request.device.platform in ("metal", "cpu")
+
+
+def _search(request: Request, tried: Sequence[Preset], ready: Sequence[Recipe], offload: bool) -> Search:
     candidates: list[Candidate] = []
     refused: list[Refused] = []
+    recipes = [(chosen, request.stored) for chosen in tried]
+    recipes += [(recipe.preset, recipe) for recipe in ready]
     for engine in planned_engines(request):
-        for chosen in tried:
-            result = _try(request, chosen, engine, offload)
+        for chosen, made in recipes:
+            result = _try(request, chosen, made, engine, offload)
             if isinstance(result, Refused):
                 refused.append(result)
             else:
@@ -172,10 +93,15 @@ def _search(request: Request, tried: Sequence[Preset], offload: bool) -> Search:
     return candidates, refused
 
 
-def _try(request: Request, chosen: Preset, engine: str, offload: bool) -> list[Candidate] | Refused:
-    """Returns the candidates of one preset in one engine; none where the engine is not planned with its formats."""
+def _try(
+    request: Request, chosen: Preset, made: Recipe | None, engine: str, offload: bool
+) -> list[Candidate] | Refused:
+    """Returns the candidates of one preset in one engine; none where the engine is not planned with its formats.
+
+    `made` is the recipe of files that are there already.
+    """
     planned = engine_facts(engine).plan.formats
-    formats = (request.stored.format,) if request.stored else chosen.formats
+    formats = (made.format,) if made else chosen.formats
     if planned and not set(planned) & set(formats):
         return []
     if request.unequal and not engine_facts(engine).plan.whole_layers:
@@ -183,11 +109,10 @@ def _try(request: Request, chosen: Preset, engine: str, offload: bool) -> list[C
         return Refused(
             chosen.name, engine, why, "plan for the devices of one type, or use llama.cpp, which splits layers"
         )
-    deployment, verdict = _deployment(request, chosen, engine)
+    deployment, verdict = _deployment(request, chosen, made, engine)
     if deployment is None:
         return Refused(chosen.name, engine, verdict.reason, verdict.fix or "choose another preset")
-    assert deployment.recipe is not None
-    rule = refusal({**request.facts, **_outline(deployment.recipe, engine)})
+    rule = refusal({**request.facts, **outline(deployment)})
     if rule:
         return Refused(chosen.name, engine, rule.why, rule.fix)
     least, most = least_bytes(request, chosen), _most_bytes(request, engine, offload)
@@ -218,20 +143,22 @@ def _offloads(request: Request, engine: str, offload: bool) -> bool:
     return offload and facts.plan.whole_layers and "offload_layers" not in facts.lacks and request.device.kind == "gpu"
 
 
-def _deployment(request: Request, chosen: Preset, engine: str) -> tuple[Deployment | None, Verdict]:
+def _deployment(
+    request: Request, chosen: Preset, made: Recipe | None, engine: str
+) -> tuple[Deployment | None, Verdict]:
     """Returns the format, and the group where 128 does not divide, that the engine has a kernel for; else why not."""
     verdicts: list[tuple[Deployment, Verdict]] = []
     plain = Deployment(
         request.checkpoint,
-        request.stored,
+        made,
         engine,
         request.device,
         engine_facts(engine).latest,
         keep_odd=True,  # nothing odd is left: feasibility has refused it
-        as_is=request.stored is not None,
+        as_is=made is not None,
         features=request.hardware.features,
     )
-    if request.stored:
+    if made:
         verdict = feasible(plain)
         return (None if verdict.outcome == "refusal" else plain), verdict
     for grouped in _grouped(chosen):

@@ -48,7 +48,7 @@ def commands(artefact: PlannedArtefact, serving: Serving, gate: str = "general")
 
     Raises UnknownNameError if the engine's version lacks a flag or a value that the serving needs.
     """
-    serve = adapter(serving.engine).command(_planned_options(serving)).shown()
+    serve = serve_words(serving)
     if artefact.as_is:
         return {"serve": serve}
     verify = ["quantry", "verify", artefact.folder, "--reference", artefact.model, "--gate", gate]
@@ -57,6 +57,11 @@ def commands(artefact: PlannedArtefact, serving: Serving, gate: str = "general")
         "verify": [*verify, "--engine", serving.engine] if engine_facts(serving.engine).verify else verify,
         "serve": serve,
     }
+
+
+def serve_words(serving: Serving) -> list[str]:
+    """Returns the engine's own command, with what a plan sets for it."""
+    return adapter(serving.engine).command(_planned_options(serving)).shown()
 
 
 def _quantize(artefact: PlannedArtefact) -> list[str]:

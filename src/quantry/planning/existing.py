@@ -4,21 +4,22 @@ The scheme is read from the checkpoint, or known by name where only the shape is
 (`stored`) says which preset and format stand for it, and which layers such checkpoints leave in 16 bit.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from quantry.errors import CheckpointError, QuantryError
-from quantry.formats.contract import recognise
+from quantry.errors import CheckpointError
+from quantry.formats.gguf import NAME as CONTAINER
 from quantry.llamacpp.mixture import FILE_TYPES
 from quantry.models.already_quantized import quantization
 from quantry.planning.models import from_config
+from quantry.planning.stored import config_scheme
 from quantry.quantizing.recipe import Recipe, Rule, preset, presets
 from quantry.storage import read_data
-from quantry.types import Checkpoint, Scheme
+from quantry.types import Checkpoint
 
 SIXTEEN = frozenset({"bf16", "f16", "fp16", "bfloat16", "float16"})
 GGUF = "gguf:"  # before the file type of a GGUF file
+MXFP4_FILE = 38  # general.file_type of a GGUF file in MXFP4
 
 
 def existing(checkpoint: Checkpoint) -> tuple[Checkpoint, Recipe] | None:
@@ -36,10 +37,7 @@ def existing(checkpoint: Checkpoint) -> tuple[Checkpoint, Recipe] | None:
 
 def _recipe(source: str, name: str, group: int | None) -> Recipe:
     if name.startswith(GGUF):
-        wanted = f"gguf-{name.removeprefix(GGUF).lower()}"
-        if wanted not in presets():
-            raise CheckpointError(f"{source} is a GGUF file of type {name[5:]}, which is not planned", fix="use Q4_K_M")
-        return Recipe(preset(wanted), "gguf")
+        return _gguf_recipe(source, name.removeprefix(GGUF))
     rows: Mapping[str, Any] = read_data("quantry.planning", "rules.toml")["stored"]
     if name not in rows:
         raise CheckpointError(
@@ -52,6 +50,17 @@ def _recipe(source: str, name: str, group: int | None) -> Recipe:
     return Recipe(chosen, row["format"], tuple(Rule(match, None) for match in row.get("keep", ())))
 
 
+def _gguf_recipe(source: str, kind: str) -> Recipe:
+    """Returns the recipe of a file type: the preset of that mixture, or of the MXFP4 that a model is published in."""
+    name = next((name for name in (f"gguf-{kind.lower()}", kind.lower()) if name in presets()), None)
+    if name is None:
+        known = sorted(name.removeprefix("gguf-").upper() for name in presets() if name.startswith("gguf-"))
+        raise CheckpointError(
+            f"{source} is a GGUF file of type {kind}, whose size is not known", fix=f"known are {', '.join(known)}"
+        )
+    return Recipe(preset(name), CONTAINER)
+
+
 def _group(checkpoint: Checkpoint) -> int | None:
     quantized = quantization(checkpoint)
     size = quantized.group_size if quantized else None
@@ -59,42 +68,9 @@ def _group(checkpoint: Checkpoint) -> int | None:
 
 
 def _stored_name(checkpoint: Checkpoint) -> str:
-    """Returns the name of a checkpoint's scheme from its config and its tensors."""
-    quantized = quantization(checkpoint)
-    if quantized is None:
-        return "bf16"
-    if checkpoint.format == "gguf":
-        number = checkpoint.metadata.get("general.file_type")
-        return GGUF + next((name.upper() for name, row in FILE_TYPES.items() if row.number == number), "unknown")
-    settings = checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config") or {}
-    if quantized.method == "gptq":
-        return f"gptq-int{quantized.bits:.0f}"
-    if quantized.method == "fp8":
-        return "fp8-block" if settings.get("weight_block_size") else "fp8"
-    if quantized.method == "bitsandbytes":
-        return "bnb-4bit" if settings.get("load_in_4bit") or settings.get("_load_in_4bit") else "bnb-8bit"
-    if quantized.method == "modelopt":
-        return "nvfp4" if "FP4" in str(settings.get("quant_algo", "")).upper() else "fp8"
-    if quantized.method == "compressed-tensors":
-        return _compressed(checkpoint, settings)
-    return quantized.method
-
-
-def _compressed(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> str:
-    """Returns the row of `stored` whose preset has the scheme of most layers."""
-    codec = recognise("compressed-tensors")
-    assert codec is not None
-    try:
-        counts = Counter(codec.schemes(settings, checkpoint.tensors).values())
-    except QuantryError:
-        return "compressed-tensors"
-    scheme = counts.most_common(1)[0][0]
-    rows: Mapping[str, Any] = read_data("quantry.planning", "rules.toml")["stored"]
-    own = {name: row for name, row in rows.items() if row["format"] == "compressed-tensors"}
-    alike = (name for name, row in own.items() if _outline(preset(row["preset"]).scheme) == _outline(scheme))
-    return next(alike, "compressed-tensors")
-
-
-def _outline(scheme: Scheme) -> tuple[str, int, str | None]:
-    """Returns what kernels tell apart: kind and bits of the weights, kind of the inputs."""
-    return scheme.weight.kind, scheme.weight.bits, scheme.activation.grid.kind if scheme.activation else None
+    """Returns the name of a checkpoint's scheme from its config, or from the file type of a GGUF."""
+    if checkpoint.format != CONTAINER:
+        return config_scheme(checkpoint.config)
+    number = checkpoint.metadata.get("general.file_type", -1)
+    names = {**{row.number: name for name, row in FILE_TYPES.items()}, MXFP4_FILE: "mxfp4"}
+    return GGUF + names.get(number, f"type {number}").upper()

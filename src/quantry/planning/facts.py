@@ -30,6 +30,7 @@ WORDS = {  # every fact, in the words of a message
     "features": "processor feature",
     "packages": "package",
     "tensor_parallel": "tensor parallel size",
+    "as_is": "files that are there already",
     # of the model
     "architecture": "architecture",
     "model_type": "model type",

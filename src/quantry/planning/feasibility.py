@@ -37,10 +37,13 @@ def feasible(deployment: Deployment) -> Verdict:
         raise QuantryError(f"tensor parallel size {tensor_parallel} is not 1 to 1024", fix="use 1, 2, 4 or 8")
     packages = {*deployment.packages, *(package.name for package in engine.packages if package.assumed)}
     common = device_facts(deployment.device, tensor_parallel, packages, deployment.features)
+    common["as_is"] = deployment.as_is
     try:
         if not deployment.as_is:
             check_halves(deployment.checkpoint)
         layers = [{**common, **facts} for facts in layer_facts(deployment.checkpoint, recipe, tensor_parallel)]
+        if deployment.as_is:  # whether Quantry could write it does not matter
+            layers = [{**facts, "gguf_problem": ""} for facts in layers]
     except QuantryError as error:
         return Verdict("refusal", None, error.problem, error.fix, "quantry")
     return _judge(engine, version, deployment.device, layers)

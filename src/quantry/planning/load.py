@@ -16,6 +16,8 @@ from quantry.models.attention import context_length, text_config
 from quantry.planning.rules import Use, image_tokens
 from quantry.types import Workload
 
+READING_PACE = 1 / 30  # seconds for a token of an answer, where a rate is given and no limit
+MOST_PLANNED = 256  # sequences at once that follow from a rate; above, more machines share it
 TRACE_BYTES = 256 << 20  # of a trace that is read
 MOST = {  # of each number, so that a slip of the keyboard is noticed
     "context": 1 << 30, "concurrency": 1 << 20, "prompt": 1 << 30, "answer": 1 << 30, "images": 1000,
@@ -77,10 +79,23 @@ def read_load(model: str, config: Mapping[str, Any], use: Use, options: LoadOpti
             f"--shared-prefix {asked.shared_prefix} is more than the prompt of {prompt} tokens",
             fix="give --prompt with the shared part included",
         )
-    concurrency = asked.concurrency or use.concurrency
+    concurrency, follows = _concurrency(use, asked, answer)
     workload = Workload(context, concurrency, prompt, answer, asked.shared_prefix or 0)
     goals = Goals(asked.requests_per_second, asked.ttft, asked.tpot, asked.price, asked.max_cost)
-    return Load(workload, goals, (*notes, *more))
+    return Load(workload, goals, (*notes, *more, *follows))
+
+
+def _concurrency(use: Use, asked: LoadOptions, answer: int) -> tuple[int, tuple[str, ...]]:
+    """Returns the sequences at once: as asked, as a rate keeps under way (Little's law), or as is usual for the use."""
+    if asked.concurrency or asked.requests_per_second is None:
+        return asked.concurrency or use.concurrency, ()
+    pace = asked.tpot or READING_PACE
+    under_way = max(1, ceil(asked.requests_per_second * answer * pace))
+    planned = min(under_way, MOST_PLANNED)
+    note = (
+        f"{asked.requests_per_second:g} requests a second keep {under_way:,} under way at {1 / pace:.3g} tokens/s each"
+    )
+    return planned, (note + (f"; one machine is planned for {planned}" if planned < under_way else ""),)
 
 
 def _check_ranges(asked: LoadOptions) -> None:

@@ -14,7 +14,7 @@ from quantry.devices import Device, Hardware
 from quantry.devices.catalogue import catalogue, parse
 from quantry.engines.contract.catalogue import engine_facts, engines, ranked, usual
 from quantry.errors import QuantryError
-from quantry.planning.candidates import scheme_name
+from quantry.planning.candidate import scheme_name
 from quantry.planning.deployment import Deployment, Settings
 from quantry.planning.facts import capability
 from quantry.planning.feasibility import feasible

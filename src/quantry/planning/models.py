@@ -46,6 +46,7 @@ class KnownModel:
     aliases: tuple[str, ...] = ()
     variants: tuple[str, ...] = ()  # other repositories of this shape, stored in the same way
     exact: bool = True  # False if `published` is rounded
+    grouped: Mapping[str, Any] = field(default_factory=dict)  # config of the publisher's own AWQ and GPTQ versions
 
     @property
     def vision(self) -> bool:
@@ -62,9 +63,9 @@ def open_model(model: str | Path) -> Checkpoint:
     Example: `open_model("llama-3.1-8b")`.
     """
     name, path = str(model), _local(model)
-    config = _bare_config(path) if path and name != DEMO else None
-    if config:
-        return from_config(_read(config), name)
+    bare = _bare_config(path) if path and name != DEMO else None
+    if bare:
+        return from_config(_read(bare), name)
     hub = HUB_ID.fullmatch(name)
     if path or name == DEMO or (_is_path(name) and not (hub and hub["file"])):
         return open_checkpoint(model)  # raises if the path is wrong
@@ -82,7 +83,14 @@ def open_model(model: str | Path) -> Checkpoint:
         if named.scheme:
             borrowed += f", weights stored as {named.scheme} by the name"
         stored = named.scheme or known.stored
-        return from_config(known.config, name, shape=known.name, repo=name, stored=stored, borrowed=borrowed)
+        config = _merged(known.config, known.grouped if _is_padded(known, name, stored) else {})
+        return from_config(config, name, shape=known.name, repo=name, stored=stored, borrowed=borrowed)
+
+
+def _is_padded(known: KnownModel, name: str, stored: str) -> bool:
+    """Returns True for a repository in groups by the model's own publisher, who may have padded rows for that."""
+    same_owner = name.partition("/")[0].lower() == known.repo.partition("/")[0].lower()
+    return same_owner and stored.startswith(("awq", "gptq"))
 
 
 @cache

@@ -1,20 +1,22 @@
 """An option of a plan in full: commands, memory, speed, cost, and why."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from quantry.engines.contract.catalogue import engine_facts
 from quantry.engines.contract.options import Serving
 from quantry.formats.gguf import NAME as GGUF
-from quantry.planning.candidates import Candidate, slots
+from quantry.planning.candidate import Candidate, is_published, is_ready
+from quantry.planning.candidates import slots
 from quantry.planning.capacity import capacity
-from quantry.planning.commands import PlannedArtefact, commands
+from quantry.planning.commands import PlannedArtefact, commands, serve_words
 from quantry.planning.memory.footprint import host_memory
 from quantry.planning.memory.job import job_cost
 from quantry.planning.ranking import Ranked, is_sixteen_bit
 from quantry.planning.request import Request
 from quantry.planning.rules import judge
+from quantry.planning.speculation import speculations, with_speculation
 from quantry.planning.speed.throughput import Prediction, break_even, tokens_per_dollar
 from quantry.quantizing.containers import gguf_file
 from quantry.quantizing.tensor_plan import shards
@@ -45,6 +47,7 @@ class Option:
     speed: dict[str, Any]
     cost: dict[str, float | None]
     load: dict[str, Any]  # what one machine carries, and how many a rate needs
+    speculation: tuple[dict[str, Any], ...]  # ways to guess ahead that pay at this load, with the command of each
     quality: str
     job: dict[str, int]
     score: dict[str, float]
@@ -58,7 +61,7 @@ def option(ranked: Ranked, others: Sequence[Ranked]) -> Option:
     grid = candidate.preset.scheme.weight
     job = job_cost(request.checkpoint, candidate.recipe, keep_odd=True)
     return Option(
-        preset=AS_IS if request.stored else candidate.preset.name,
+        preset=AS_IS if is_published(request, candidate) else candidate.preset.name,
         format=candidate.recipe.format,
         group=grid.block[1] if grid.kind == "int" and grid.block[1] else None,
         scheme=ranked.facts["scheme"],
@@ -69,9 +72,10 @@ def option(ranked: Ranked, others: Sequence[Ranked]) -> Option:
         layout=_layout(request, candidate),
         commands=_commands(request, candidate),
         memory=_memory(candidate),
-        speed=_speed(ranked.all_copies, candidate.sequences),
+        speed=_speed(ranked),
         cost=_cost(request, ranked.all_copies),
         load=capacity(ranked),
+        speculation=_speculation(request, candidate),
         quality=ranked.quality.name,
         job={"ram": job.ram, "vram": job.vram, "disk": job.disk},
         score={"total": round(ranked.total, 2), **ranked.points},
@@ -133,10 +137,12 @@ def _cost(request: Request, speed: Prediction) -> dict[str, float | None]:
     }
 
 
-def _speed(predicted: Prediction, sequences: int) -> dict[str, Any]:
+def _speed(ranked: Ranked) -> dict[str, Any]:
+    """Returns the speed of all copies; a user's share is that of the copies that the load keeps busy."""
+    predicted = ranked.all_copies
     return {
         "decode_tokens_per_s": round(predicted.decode_tokens_per_s, 1),
-        "decode_tokens_per_s_per_user": round(predicted.decode_tokens_per_s / sequences, 1),
+        "decode_tokens_per_s_per_user": round(predicted.decode_tokens_per_s / ranked.served, 1),
         "prefill_tokens_per_s": round(predicted.prefill_tokens_per_s, 1),
         "first_token_s": round(predicted.first_token_s, 4),
         "bound": predicted.bound,
@@ -147,12 +153,29 @@ def _speed(predicted: Prediction, sequences: int) -> dict[str, Any]:
 
 
 def _commands(request: Request, candidate: Candidate) -> dict[str, list[str]]:
+    artefact = _artefact(request, candidate)
+    return commands(artefact, _serving(request, candidate, artefact), request.use.gate)
+
+
+def _artefact(request: Request, candidate: Candidate) -> PlannedArtefact:
+    recipe = candidate.recipe
+    served_as_is = candidate.deployment.as_is or (is_sixteen_bit(candidate) and recipe.format != GGUF)
+    shards = 1 if served_as_is else _shards(request, candidate)
+    return PlannedArtefact(_model(request, candidate), recipe.preset, recipe.format, shards, served_as_is)
+
+
+def _speculation(request: Request, candidate: Candidate) -> tuple[dict[str, Any], ...]:
+    """Returns the ways to guess ahead; a draft for llama.cpp is quantized first."""
+    serving = _serving(request, candidate, _artefact(request, candidate))
+    ways = speculations(request, candidate)
+    return tuple(asdict(way) | {"serve": serve_words(with_speculation(serving, way))} for way in ways)
+
+
+def _serving(request: Request, candidate: Candidate, artefact: PlannedArtefact) -> Serving:
     deployment, recipe = candidate.deployment, candidate.recipe
-    served_as_is = request.stored is not None or (is_sixteen_bit(candidate) and recipe.format != GGUF)
-    artefact = PlannedArtefact(request.model, recipe.preset, recipe.format, _shards(request, candidate), served_as_is)
     old = request.device.platform == "cuda" and (request.facts["capability"] or 80) < 80
     share = None if request.budget is None else max(0.01, int(100 * candidate.limit / request.device.usable) / 100)
-    serving = Serving(
+    return Serving(
         model=artefact.served,
         format=recipe.format,
         engine=candidate.engine,
@@ -174,7 +197,14 @@ def _commands(request: Request, candidate: Candidate) -> dict[str, list[str]]:
         prefix_cache=request.use.prefix_cache or None,
         dtype="float16" if old else None,  # Turing and older have no bfloat16
     )
-    return commands(artefact, serving, request.use.gate)
+
+
+def _model(request: Request, candidate: Candidate) -> str:
+    """Returns what is quantized or served: the model itself, or the ready file of others."""
+    if is_ready(request, candidate):
+        assert request.ready is not None
+        return request.ready.served(candidate.recipe)
+    return request.model
 
 
 def _shards(request: Request, candidate: Candidate) -> int:
@@ -233,6 +263,8 @@ def _doubts(request: Request, candidate: Candidate) -> list[str]:
     doubts = []
     if verdict.outcome == "fallback":
         doubts.append(verdict.reason + (f"; {verdict.fix}" if verdict.fix else ""))
+    if is_ready(request, candidate):
+        doubts.append("a ready file of others, which Quantry neither made nor proved: compare its answers first")
     if candidate.offloaded:
         doubts.append(_offload_words(request, candidate))
     if request.facts["remote_code"] and engine_facts(candidate.engine).plan.remote_code:

@@ -14,13 +14,15 @@ from quantry.errors import QuantryError
 from quantry.formats.gguf import NAME as GGUF
 from quantry.models.attention import context_length
 from quantry.planning.alternatives import Near, alternatives
-from quantry.planning.candidates import Candidate, Refused, find, planned_engines, planned_presets
+from quantry.planning.candidate import Candidate, Refused
+from quantry.planning.candidates import find, planned_engines, planned_presets
 from quantry.planning.load import LoadOptions
 from quantry.planning.memory.weights import weights_bytes
 from quantry.planning.models import open_model
 from quantry.planning.option import Option, option
 from quantry.planning.ranking import rank
 from quantry.planning.request import PlanOptions, Request, read_request
+from quantry.planning.wired import raised
 from quantry.quantizing.recipe import Recipe
 from quantry.report.sizes import human
 
@@ -60,24 +62,39 @@ def plan(
     concurrency: int | None = None,
     engine: str | None = None,
     budget: str | int | None = None,
-    **load: Any,
+    prompt: int | None = None,
+    answer: int | None = None,
+    requests_per_second: float | None = None,
+    ttft: float | None = None,
+    tpot: float | None = None,
+    images: int | None = None,
+    shared_prefix: int | None = None,
+    trace: str | Path | None = None,
+    price: float | None = None,
+    max_cost: float | None = None,
 ) -> Plan:
     """Plans how to quantize `model` and how to serve it on the machine that `gpu` describes, or on this one.
 
-    A model that is quantized already is planned as it is. `load` are further fields of `LoadOptions`: prompt, answer,
-    requests_per_second, ttft, tpot, images, shared_prefix, trace, price, max_cost. Raises QuantryError if a name is
-    unknown or the options contradict each other.
+    A model that is quantized already is planned as it is. Raises QuantryError if a name is unknown or the options
+    contradict each other.
 
     Example: `plan("llama-3.1-8b", gpu="RTX 3090", use="rag").options[0].commands["serve"]`.
     """
     checkpoint = open_model(model)
-    asked = LoadOptions(context, concurrency, **load)
+    asked = LoadOptions(
+        context, concurrency, prompt, answer, requests_per_second, ttft, tpot, images, shared_prefix, trace, price,
+        max_cost,
+    )  # fmt: skip
     return decide(read_request(str(model), checkpoint, PlanOptions(gpu, use, engine, budget, asked)))
 
 
 def decide(request: Request) -> Plan:
     """Returns the plan of a request."""
     candidates, refused = find(request)
+    wider = raised(request) if not candidates else None
+    if wider:
+        candidates, more = find(wider)
+        request, refused = (wider, more) if candidates else (request, refused)
     _check_possible(request, candidates, refused)
     ranked, untimed = rank(request, candidates)
     options = tuple(option(row, ranked) for row in ranked)
@@ -111,7 +128,7 @@ def _ready_files(request: Request, refused: Sequence[Refused]) -> list[str]:
     """Says that files of others may run where Quantry cannot write a GGUF of the model, and whether one would fit."""
     engines = [name for name in planned_engines(request) if "gguf" in (engine_facts(name).plan.formats or ())]
     unwritable = any(row.engine in engines and row.preset.startswith("gguf-") and row.short is None for row in refused)
-    if not engines or not (unwritable or (request.stored and request.stored.format != GGUF)):
+    if request.ready or not engines or not (unwritable or (request.stored and request.stored.format != GGUF)):
         return []
     size = int(request.parameters * READY_BITS / 8)
     room = request.hardware.usable + (request.hardware.host_memory or 0)

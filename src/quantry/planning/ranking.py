@@ -7,7 +7,7 @@ from math import log2
 
 from quantry.engines.contract.catalogue import engine_facts
 from quantry.errors import QuantryError
-from quantry.planning.candidates import Candidate, Refused
+from quantry.planning.candidate import Candidate, Refused, is_published
 from quantry.planning.facts import Facts
 from quantry.planning.request import Request
 from quantry.planning.rules import Quality, judge, quality
@@ -63,8 +63,13 @@ class Ranked:
             self.quality.points >= other.quality.points - SAME_QUALITY
             and mine.decode_tokens_per_s > FASTER * theirs.decode_tokens_per_s
             and mine.first_token_s <= theirs.first_token_s
-            and self.candidate.sequences >= other.candidate.sequences
+            and self.served >= other.served
         )
+
+    @property
+    def served(self) -> int:
+        """Sequences at once, of those that are asked for."""
+        return min(self.candidate.sequences, self.request.workload.concurrency)
 
     @property
     def all_copies(self) -> Prediction:
@@ -91,7 +96,7 @@ def rank(request: Request, candidates: Sequence[Candidate]) -> tuple[list[Ranked
     for candidate, predicted in timed:
         facts = {**request.facts, **candidate.facts, "sixteen_fits": sixteen_fits}
         pace = _pace(request, candidate, predicted) / fastest
-        expected = AS_PUBLISHED if request.stored else quality(facts)
+        expected = AS_PUBLISHED if is_published(request, candidate) else quality(facts)
         ranked.append(Ranked(candidate, facts, predicted, expected, pace, request))
     distinct: dict[tuple[str, str], Ranked] = {}
     for row in sorted(_fastest_layouts(ranked), key=lambda row: (row.holds_limits, row.total)):
@@ -118,8 +123,7 @@ def _fastest_layouts(ranked: Sequence[Ranked]) -> list[Ranked]:
 
 
 def _rank_of(row: Ranked) -> tuple[bool, float, int, int]:
-    held = min(row.candidate.sequences, row.request.workload.concurrency)
-    return row.holds_limits, row.pace, held, -row.candidate.devices
+    return row.holds_limits, row.pace, row.served, -row.candidate.devices
 
 
 def _undominated_first(ordered: list[Ranked]) -> list[Ranked]:
@@ -134,8 +138,8 @@ def is_sixteen_bit(candidate: Candidate) -> bool:
 
 
 def _pace(request: Request, candidate: Candidate, predicted: Prediction) -> float:
-    if request.use.measure == "first":
-        return 1 / predicted.first_token_s
+    if request.use.measure == "answer":
+        return 1 / (predicted.first_token_s + request.workload.answer * predicted.step_s)
     return predicted.decode_tokens_per_s * _busy_copies(request, candidate)
 
 

@@ -7,12 +7,14 @@ from quantry.devices import Device, Hardware
 from quantry.devices.catalogue import parse
 from quantry.engines.contract.catalogue import engine_facts
 from quantry.errors import QuantryError
+from quantry.formats.gguf import NAME as GGUF
 from quantry.models.attention import text_config
 from quantry.models.experts import expert_count
 from quantry.planning.budget import memory_bytes
 from quantry.planning.existing import existing
 from quantry.planning.facts import Facts, capability
 from quantry.planning.load import Goals, LoadOptions, read_load
+from quantry.planning.ready import ReadyFiles, ready_files
 from quantry.planning.rules import Use, find_use, needs_remote_code, tier
 from quantry.quantizing.recipe import Recipe
 from quantry.report.sizes import human
@@ -43,6 +45,7 @@ class Request:
     budget: int | None = None
     exact: bool = False  # the user gave the concurrency; otherwise fewer sequences than the use's will do
     stored: Recipe | None = None  # of a checkpoint that is quantized already, and served as it is
+    ready: ReadyFiles | None = None  # GGUF files of others, where Quantry writes none
     goals: Goals = field(default_factory=Goals)
     notes: tuple[str, ...] = ()  # what was assumed of the model and the load
 
@@ -104,8 +107,9 @@ def read_request(model: str, checkpoint: Checkpoint, options: PlanOptions) -> Re
         raise QuantryError(f"--for {options.use} is asked, and {model} has no vision tower", fix="leave --for out")
     shape, stored = existing(checkpoint) or (checkpoint, None)
     load = read_load(model, shape.config, use, options.load)
+    name = str(checkpoint.metadata.get("repo", model))  # of a model known by its shape, the hub id of its weights
     return Request(
-        model=str(checkpoint.metadata.get("repo", model)),  # of a model known by its shape, the hub id of its weights
+        model=name,
         checkpoint=shape,
         hardware=hardware,
         use=use,
@@ -114,6 +118,7 @@ def read_request(model: str, checkpoint: Checkpoint, options: PlanOptions) -> Re
         budget=None if options.budget is None else _budget(options.budget, hardware),
         exact=options.load.concurrency is not None,
         stored=stored,
+        ready=None if stored and stored.format == GGUF else ready_files(name, shape),
         goals=load.goals,
         notes=(*_borrowed(checkpoint), *load.notes),
     )

@@ -33,7 +33,7 @@ class Use:
     room: float
     prompt: int = 512  # tokens of a usual prompt
     answer: int = 256  # and of its answer
-    measure: Literal["decode", "first"] = "decode"
+    measure: Literal["decode", "answer"] = "decode"
     gate: str = "general"
     prefix_cache: bool = False
     aliases: tuple[str, ...] = ()

@@ -62,7 +62,7 @@ def config_scheme(config: Mapping[str, Any]) -> str:
         case "fp8":
             return "fp8-block" if settings.get("weight_block_size") else "fp8"
         case "modelopt":
-            return str(settings.get("quant_algo", method)).lower()
+            return "nvfp4" if "FP4" in str(settings.get("quant_algo", "")).upper() else "fp8"
         case "compressed-tensors":
             return _compressed(settings)
     return method

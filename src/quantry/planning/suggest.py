@@ -15,7 +15,8 @@ from quantry.devices.catalogue import parse
 from quantry.errors import QuantryError
 from quantry.models.attention import text_config
 from quantry.models.experts import expert_count, experts_used
-from quantry.planning.candidates import Candidate, find, least_bytes
+from quantry.planning.candidate import Candidate
+from quantry.planning.candidates import find, least_bytes
 from quantry.planning.models import KnownModel, known_models, open_model
 from quantry.planning.request import PlanOptions, Request, read_request
 from quantry.planning.rules import find_use, quality

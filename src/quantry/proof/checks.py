@@ -17,7 +17,9 @@ from quantry.errors import CheckpointError, QuantryError
 from quantry.llamacpp.model import LlamaModel
 from quantry.llamacpp.trial import check_loads
 from quantry.models.attention import text_config
+from quantry.models.chat_template import TemplateLimitError, TemplateRefusalError
 from quantry.models.reader import DEMO, demo_folder
+from quantry.models.tokenizer import render_chat, template_of
 from quantry.proof.sources import ModelSource, check_finished, open_source, tokenizer
 from quantry.quantizing.artefact_file import read_artefact_file
 from quantry.storage import ARTEFACT_FILE
@@ -146,8 +148,7 @@ class ModelTokenizer:
     @property
     def template(self) -> str | None:
         """The chat template."""
-        template = self._tokenizer.chat_template
-        return template.get("default") if isinstance(template, dict) else template
+        return template_of(self._tokenizer)
 
     @property
     def special_tokens(self) -> Sequence[str]:
@@ -158,8 +159,7 @@ class ModelTokenizer:
         return cast(list[int], self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     def render(self, talk: Sequence[dict[str, str]], template: str) -> str:
-        options = {"chat_template": template, "tokenize": False, "add_generation_prompt": True}
-        return cast(str, self._tokenizer.apply_chat_template(list(talk), **options))
+        return render_chat(self._tokenizer, talk, template=template, generation=True)
 
     def close(self) -> None:
         """Does nothing: no file is open."""
@@ -265,14 +265,18 @@ def _template(theirs: ModelTokenizer, mine: ModelTokenizer) -> Check:
     for talk in (TALK, TALK[1:], TALK[1:2]):
         try:
             wanted = theirs.render(talk, expected)
-        except Exception:  # a template refuses roles and orders with whatever error it likes
+        except TemplateRefusalError:  # of these roles in this order
             continue
+        except TemplateLimitError as error:
+            return Check("chat-template", False, f"in the reference, {error.problem}", error.fix)
         try:
             rendered = mine.render(talk, actual)
+        except TemplateRefusalError as error:
+            return Check("chat-template", False, f"the artefact's chat template fails: {error.reason}", mine.fix)
+        except TemplateLimitError as error:
+            return Check("chat-template", False, error.problem, mine.fix)
         except CheckpointError:  # llama.cpp reads some tokenizers that transformers cannot
             break
-        except Exception as error:
-            return Check("chat-template", False, f"the artefact's chat template fails: {str(error)[:80]}", mine.fix)
         return _same_text(wanted, rendered, mine.fix)
     return _same_text(expected, actual, mine.fix)
 

@@ -12,7 +12,7 @@ from quantry.models.anatomy import dissect
 from quantry.proof import divergence, tensor_errors
 from quantry.proof.divergence import Scores, TopK
 from quantry.proof.sources import ModelSource, open_source, tokenizer
-from quantry.proof.text import Window, load_text
+from quantry.proof.text import Window, fitting_length, load_text
 from quantry.proof.text import windows as cut
 from quantry.types import Difference, Progress
 
@@ -34,10 +34,13 @@ def diff(
 
     Raises QuantryError if the vocabularies differ in size or the text is too short for a window.
     """
-    content, name = load_text(text)
+    content = load_text(text)
     sources = open_source(a), open_source(b)
     _check_vocabularies(*sources)
+    length, notes = fitting_length(length, *(source.config for source in sources))
     cuts, cuts_of_b = (cut(content, tokenizer(source), length, windows or None) for source in sources)
+    if cuts != cuts_of_b:
+        notes += ("the two tokenize the text differently; both were given the tokens of A",)
     walk_a, walk_b = (
         _finished_walk(source, cuts, device, letter, progress) for source, letter in zip(sources, "AB", strict=True)
     )
@@ -49,9 +52,9 @@ def diff(
         b=_side(sources[1], figures.perplexity.value),
         **figures.values(FIGURES),
         intervals=figures.intervals(FIGURES),
-        text={"name": name, "windows": len(cuts), "length": length, "positions": figures.positions},
+        text={"name": content.name, "windows": len(cuts), "length": length, "positions": figures.positions},
         tensors=tuple(asdict(tensor) for tensor in errors[:SHOWN] if tensor.error > 0),
-        notes=() if cuts == cuts_of_b else ("the two tokenize the text differently; both were given the tokens of A",),
+        notes=notes,
     )
 
 

@@ -56,6 +56,7 @@ class Answered:
     texts: tuple[str, ...] = ()
     results: tuple[TaskResult, ...] = ()
     windows: tuple[Window, ...] = ()
+    chats: bool = True  # False if the model has no chat template
 
 
 def read_questions(
@@ -70,21 +71,34 @@ def read_questions(
     if max_tokens < 1:
         raise QuantryError(f"--max-tokens is {max_tokens}", fix="give at least 1")
     names = tuple(name.strip() for name in (tasks or "").split(",") if name.strip())
+    if names:
+        harness.check(names, limit)
     return Questions(tuple(prompts.read_prompts(file)) if file else (), names, limit, max_tokens, endpoint)
 
 
-def ask(questions: Questions, model: AbstractContextManager[Answers], progress: Progress | None = None) -> Answered:
-    """Asks one model everything; does not load it if there is nothing to ask."""
+def ask(
+    questions: Questions,
+    model: AbstractContextManager[Answers],
+    *,
+    chats: bool = True,
+    progress: Progress | None = None,
+) -> Answered:
+    """Asks one model everything; does not load it if there is nothing to ask.
+
+    Without `chats` it is asked as a model without chat template: both models are given the same texts.
+    """
     if not questions:
         return Answered()
     texts: tuple[str, ...] = ()
     results: list[TaskResult] = []
     with model as answers:
         if questions.prompts:
-            texts = tuple(prompts.ask(questions.prompts, answers, max_tokens=questions.max_tokens, progress=progress))
+            most = questions.max_tokens
+            texts = tuple(prompts.ask(questions.prompts, answers, max_tokens=most, chats=chats, progress=progress))
         if questions.tasks:
             results = harness.evaluate(answers, questions.tasks, limit=questions.limit, progress=progress)
-        return Answered(texts, tuple(results), tuple(_windows(questions.prompts, texts, answers)))
+        windows = tuple(_windows(questions.prompts, texts, answers))
+        return Answered(texts, tuple(results), windows, answers.chats)
 
 
 def compare_prompts(
@@ -93,7 +107,7 @@ def compare_prompts(
     """Returns the report on prompts, with the judge's verdict if there is one; None without prompts."""
     if not questions.prompts:
         return None
-    report = asdict(prompts.compare(questions.prompts, base.texts, quantized.texts))
+    report = asdict(prompts.compare(questions.prompts, base.texts, quantized.texts, chats=base.chats))
     if questions.judge:
         texts = [prompt.question for prompt in questions.prompts]
         report["judge"] = asdict(judge(texts, base.texts, quantized.texts, questions.judge, progress=progress))

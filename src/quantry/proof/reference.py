@@ -35,13 +35,13 @@ from quantry.methods.rounders import nearest
 from quantry.models.attention import text_config
 from quantry.models.linears import QUANTIZED_PARTS
 from quantry.models.parts import part_of
-from quantry.models.writer import Entry, ShardWriter, safetensors_header, write_atomically
+from quantry.models.writer import Entry, ShardWriter, safetensors_header
 from quantry.numerics.grids import dequantize
 from quantry.proof import divergence
 from quantry.proof.divergence import Array, TopK, all_ids, full_kl, kl, scores_at
 from quantry.proof.sources import ModelSource, open_source
 from quantry.proof.text import Window
-from quantry.storage import VARIABLE, home
+from quantry.storage import VARIABLE, home, write_atomically
 from quantry.storage.reading import read_json
 from quantry.types import Activation, Grid, Progress
 

@@ -1,18 +1,24 @@
 """Windows of a text: the token ids that every model is scored on.
 
-The whole text is tokenized once and cut front to back, so all models see the same windows. Every window starts with
-what the tokenizer puts before a text (a BOS, or nothing): a model trained with a BOS is far worse without one.
+The text is tokenized front to back, in pieces of PIECE characters, until there are enough tokens: a file of any size
+needs the memory of its windows. All models see the same windows. Every window starts with what the tokenizer puts
+before a text (a BOS, or nothing): a model trained with a BOS is far worse without one.
 """
 
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quantry.errors import QuantryError
+from quantry.models.attention import context_length
 from quantry.models.reader import demo_folder
 from quantry.models.tokenizer import encode, prefix_of
 
 HELD_OUT = "held-out.txt"  # a text that the demo model was not trained on
+PIECE = 1 << 20  # characters tokenized at a time: the tokenizers library needs some 75 bytes for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +33,36 @@ class Window:
         return len(self.tokens) - self.start
 
 
-def windows(text: str, tokenizer: Any, length: int, count: int | None) -> list[Window]:
+@dataclass(frozen=True, slots=True)
+class TextFile:
+    """A text file in UTF-8, read in pieces. Every method raises QuantryError if it cannot be read or is not UTF-8."""
+
+    file: Path
+
+    @property
+    def name(self) -> str:
+        return self.file.name
+
+    def start(self, length: int) -> str:
+        """Returns the first characters."""
+        with _reading(self.file), self.file.open(encoding="utf-8") as text:
+            return text.read(length)
+
+    def pieces(self, size: int = PIECE) -> Iterator[str]:
+        """Yields pieces of about `size` characters, each up to the end of a line if a line ends soon enough."""
+        with _reading(self.file), self.file.open(encoding="utf-8") as text:
+            while piece := text.read(size):
+                yield piece + text.readline(size)
+
+    def digest(self) -> str:
+        """Returns the SHA-256 of the text."""
+        digest = hashlib.sha256()
+        for piece in self.pieces():
+            digest.update(piece.encode())
+        return digest.hexdigest()
+
+
+def windows(text: str | TextFile, tokenizer: Any, length: int, count: int | None) -> list[Window]:
     """Cuts the first `count` windows (None: all) of `length` tokens each, BOS included; a shorter rest is dropped.
 
     Raises QuantryError if a window has no token to score, if `count` is below 1, or if the text is too short.
@@ -40,10 +75,11 @@ def windows(text: str, tokenizer: Any, length: int, count: int | None) -> list[W
         )
     if count is not None and count < 1:
         raise QuantryError(f"{count} windows leave nothing to measure", fix="ask for at least 1")
-    tokens = encode(tokenizer, text)
+    step = length - len(prefix)
+    needed = None if count is None else count * step + len(prefix)
+    tokens = _tokens([text] if isinstance(text, str) else text.pieces(), tokenizer, needed)
     if tuple(tokens[: len(prefix)]) == tuple(prefix):  # every window gets its own
         tokens = tokens[len(prefix) :]
-    step = length - len(prefix)
     available = len(tokens) // step
     if available == 0:
         raise QuantryError(
@@ -54,20 +90,49 @@ def windows(text: str, tokenizer: Any, length: int, count: int | None) -> list[W
     return [Window((*prefix, *tokens[cut : cut + step]), start) for cut in cuts]
 
 
-def load_text(file: str | Path | None) -> tuple[str, str]:
-    """Returns the text of a file, or of the package where none is given, and its name."""
-    return default_text() if file is None else read_text(Path(file).expanduser())
+def fitting_length(length: int, *configs: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
+    """Returns the length of windows, at most the shortest context of some models; and a note if it is shorter."""
+    context = min((known for config in configs if (known := context_length(config))), default=length)
+    if context >= length:
+        return length, ()
+    return context, (f"windows have {context} tokens, not {length}: that is the model's context",)
 
 
-def default_text() -> tuple[str, str]:
-    """Returns the text that comes with the package, and its name."""
-    return (demo_folder() / HELD_OUT).read_text(encoding="utf-8"), HELD_OUT
+def load_text(file: str | Path | None) -> TextFile:
+    """Opens a text file, or the text of the package where none is given.
+
+    Raises QuantryError if it cannot be read, does not begin as UTF-8, or begins with nothing but white space.
+    """
+    if file is None:
+        return default_text()
+    path = Path(file).expanduser()
+    if path.exists() and not path.is_file():
+        raise QuantryError(f"{path} is not a file", fix="give a text file in UTF-8")
+    text = TextFile(path)
+    if not text.start(PIECE).strip():
+        raise QuantryError(f"{path} has no text", fix="give a text file in UTF-8")
+    return text
 
 
-def read_text(file: Path) -> tuple[str, str]:
-    """Returns the text of a file, and its name. Raises QuantryError if it cannot be read or is not UTF-8."""
+def default_text() -> TextFile:
+    """Returns the text that comes with the package."""
+    return TextFile(demo_folder() / HELD_OUT)
+
+
+def _tokens(pieces: Iterable[str], tokenizer: Any, needed: int | None) -> list[int]:
+    """Returns the tokens of pieces of a text, up to the first piece with which there are enough (None: of all)."""
+    tokens: list[int] = []
+    for piece in pieces:
+        tokens += encode(tokenizer, piece)
+        if needed is not None and len(tokens) >= needed:
+            break
+    return tokens
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
     try:
-        return file.read_text(encoding="utf-8"), file.name
+        yield
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise QuantryError(f"cannot read {file}: {reason}", fix="give a text file in UTF-8") from error

@@ -16,7 +16,6 @@ from typing import Any
 from quantry import __version__
 from quantry.errors import OutputError
 from quantry.models.workspace import Finished
-from quantry.models.writer import write_atomically
 from quantry.quantizing.artefact_file import read_artefact_file
 from quantry.quantizing.recipe import AUTO, Preset, Recipe
 from quantry.quantizing.tensor_plan import TensorPlan
@@ -142,28 +141,24 @@ def _grouped(preset: Preset) -> str:
     return f"{preset.name}, groups of {columns}" if rows == 1 and columns else preset.name
 
 
-def record_proof(folder: Path, proof: Mapping[str, Any]) -> bool:
-    """Puts a proof (types.Proof as a dict) into quantry.json and the model card, in place of an older one.
+def proven_files(folder: Path, proof: Mapping[str, Any]) -> dict[Path, bytes]:
+    """Returns quantry.json and the model card with a proof (types.Proof as a dict) in place of an older one.
 
-    Returns False for an artefact without quantry.json: another tool made it, and it stays unchanged. Raises OutputError
-    if the files cannot be read or written.
+    Returns nothing for an artefact without quantry.json, which another tool made. Raises OutputError if a file cannot
+    be read.
     """
     note, card = folder / ARTEFACT_FILE, folder / "README.md"
     if not note.is_file():
-        return False
-    kept = {key: value for key, value in proof.items() if key != "artefact"}
-    if "reference" in kept:
-        kept["reference"] = Path(kept["reference"]).name  # as with the source: no paths of this machine
+        return {}
     try:
-        content = {**read_artefact_file(folder, error=OutputError), "proof": kept}
+        content = {**read_artefact_file(folder, error=OutputError), "proof": proof}
         text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-        write_atomically(note, (json.dumps(content, indent=2) + "\n").encode())
-        write_atomically(card, _with_section(text, proof_section(kept)).encode())
     except OSError as error:
         raise OutputError(
-            f"cannot write {error.filename or note}: {error.strerror}", fix="make the folder writable, and verify again"
+            f"cannot read {error.filename or note}: {error.strerror}", fix="check its permissions"
         ) from error
-    return True
+    whole = _with_section(text, proof_section(proof))
+    return {note: (json.dumps(content, indent=2) + "\n").encode(), card: whole.encode()}
 
 
 def proof_section(proof: Mapping[str, Any]) -> str:

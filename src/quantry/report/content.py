@@ -39,6 +39,7 @@ class FileRow:
     perplexity_interval: Interval | None = None
     peer: bool = False  # made by another tool
     chosen: bool = False  # the file that the report is about
+    verdict: Literal["pass", "fail"] | None = None  # of the gate; None if it was not judged
 
     def __post_init__(self) -> None:
         _text(self.name, "the name of a row")
@@ -49,6 +50,8 @@ class FileRow:
                 _number(value, f"{name} of {where}")
         for name in ("kl", "served_kl", "top1", "perplexity"):
             _interval(getattr(self, f"{name}_interval"), getattr(self, name), f"{name}_interval of {where}")
+        if self.verdict not in (None, "pass", "fail"):
+            raise _wrong(f"the verdict of {where} is {str(self.verdict)[:40]!r}", "give pass, fail or nothing")
         if self.top1 is not None and not 0 <= self.top1 <= 1:
             raise _wrong(f"top1 of {where} is {self.top1}, not between 0 and 1", "give it as a share, 0.93 for 93 %")
         if self.perplexity is not None and self.perplexity < 1:

@@ -12,6 +12,7 @@ from quantry.report.plots import OUTLIERS, plots
 from quantry.report.sizes import human
 
 WORST = 12  # layers that are listed
+VERDICTS: Mapping[str | None, str] = {"pass": "passes", "fail": "fails"}
 
 
 def page(content: Content) -> str:
@@ -38,7 +39,7 @@ def page(content: Content) -> str:
 
 def _head(content: Content) -> str:
     under = " · ".join(escaped(part) for part in (content.model, content.date) if part)
-    badge = {"pass": "passes", "fail": "fails"}.get(content.verdict)
+    badge = VERDICTS.get(content.verdict)
     shown = f'<p><span class="badge {content.verdict}">{escaped(f"{badge} the gate {content.gate}".strip())}</span></p>'
     parts = [
         f"<h1>{escaped(content.title)}</h1>",
@@ -73,6 +74,7 @@ def _sizes(content: Content, figures: Mapping[str, str]) -> str:
         "bits a weight": lambda row: _number(row.bits_per_weight, ".3f"),
         "KL, decoded": lambda row: _spanned(row.kl, row.kl_interval, ".3g"),
         "KL, as served": lambda row: _spanned(row.served_kl, row.served_kl_interval, ".3g"),
+        f"gate {content.gate}".strip(): lambda row: VERDICTS.get(row.verdict, "–"),
     }
     floor = (
         f'<p class="caption">Noise floor: the 16-bit model differs from itself in 16-bit arithmetic by a KL of'

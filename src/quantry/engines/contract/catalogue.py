@@ -171,6 +171,8 @@ class PlanFacts:
     expert_parallel: bool = False  # it can share out experts over devices instead of cutting each
     host_experts: bool = False  # it can leave the experts of some blocks on the host
     remote_code: bool = False  # it runs models whose code is in their repository, if it is told to
+    speculation: tuple[str, ...] = ()  # ways to guess ahead that a plan may name: lookup, draft, eagle3, mtp
+    spare_vocabulary: int = 0  # rows by which the vocabulary of a draft may differ
     break_even: bool = False  # the speed model knows when 4-bit weights stop to pay in it
     caches: tuple[PlannedCache, ...] = ()
 

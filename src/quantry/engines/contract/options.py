@@ -11,6 +11,7 @@ from quantry.engines.contract.catalogue import engine_facts
 
 HOST = "127.0.0.1"
 API_KEY = "QUANTRY_API_KEY"  # environment variable
+MTP, EAGLE = "mtp", "eagle3"  # as `Serving.drafter`: heads of the model itself, a trained head
 LOOKUP = "lookup"  # as `Serving.speculative`: guesses are copied from the prompt, no draft model
 
 
@@ -71,6 +72,7 @@ class Serving(Options):
     platform: str = "cpu"  # cuda, rocm, xpu, metal, cpu
     bits: int | None = None  # of the weights, where they are known
     replicas: int = 1
+    drafter: str = "draft_model"  # what guesses ahead: the draft is a model, a head (EAGLE), or the model's own (MTP)
     host_experts: int | None = None  # first blocks whose experts stay on the host
     expert_parallel: bool = False  # experts are shared out over the devices, not cut
     prompt_cache_mib: int | None = None  # host memory for finished prompts
@@ -83,7 +85,9 @@ class Serving(Options):
 
     @property
     def speculative(self) -> str | None:
-        """The path of the draft model, LOOKUP, or None without speculative decoding."""
+        """The path of the draft model, LOOKUP, MTP, or None without speculative decoding."""
+        if self.drafter == MTP:
+            return MTP
         return LOOKUP if self.lookup else None if self.draft is None else str(self.draft)
 
     @property

@@ -23,7 +23,7 @@ from quantry.jobs.load.results import Level, level_of
 from quantry.jobs.load.scenario import Concurrency, Lengths, Load, Profile
 from quantry.jobs.load.slo import SloFinding, check_limits, judge
 from quantry.jobs.output_folder import write_json, writing
-from quantry.models.writer import write_atomically
+from quantry.storage import write_atomically
 from quantry.storage.temporary import temporary_folder
 from quantry.types import Progress
 

@@ -1,6 +1,5 @@
 """What a run will do, planned before anything is written: everything that can be refused is refused here."""
 
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,12 +12,14 @@ from quantry.engines.contract.options import HOST
 from quantry.errors import CheckpointError, QuantryError
 from quantry.jobs.auto.choices import FORMATS as MIXED_FORMATS
 from quantry.jobs.output_folder import OutputFolder, read_card
+from quantry.models.reader import open_checkpoint, small_folder
 from quantry.planning.budget import parse
 from quantry.planning.commands import plain_name
 from quantry.planning.option import Option
 from quantry.planning.plan import Plan, plan
 from quantry.planning.rules import find_use
-from quantry.proof.text import load_text
+from quantry.proof.text import TextFile, fitting_length, load_text
+from quantry.proof.text import windows as cut
 from quantry.quantizing.recipe import AUTO, presets
 from quantry.report.sizes import human
 from quantry.serving.process import check_port
@@ -52,6 +53,15 @@ class RunOptions:
         return Path(self.engine_python).expanduser() if self.engine_python else None
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredText:
+    """The text to measure on, as the model's tokenizer cuts it."""
+
+    digest: str
+    windows: int
+    length: int  # tokens of a window
+
+
 class DeclinedError(Exception):
     """The user answered no; nothing was written."""
 
@@ -68,7 +78,7 @@ class RunPlan:
     candidate: Option
     installed: Installed | None  # None: the engine is for another machine
     device: str
-    text: str  # hash of the text to measure on
+    text: "MeasuredText"
     notes: tuple[str, ...]
     fallbacks: tuple[Option, ...] = ()  # for the same engine, tried in this order if the gate fails
 
@@ -146,13 +156,13 @@ class RunPlan:
         if not self.is_quantized:
             work.append(f"{self.plan.model['parameters'] / 1e9:,.2f} billion parameters are quantized")
         if not self.is_verified:
-            work.append(f"{self.options.windows} windows of {LENGTH} tokens are measured")
+            work.append(f"{self.text.windows} windows of {self.text.length} tokens are measured")
         return f"{self.summary()}\n{' and '.join(work)}, in {self.folder.path}. Go on?"
 
 
 def plan_run(model: str, output: str | Path | None, options: RunOptions) -> RunPlan:
     """Plans a run. Raises QuantryError for everything that can be refused without reading weights."""
-    text, _ = load_text(options.text)
+    text = load_text(options.text)
     if options.windows < 1:
         raise QuantryError(f"--windows is {options.windows}", fix="give 1 or more")
     if options.port:
@@ -178,10 +188,21 @@ def plan_run(model: str, output: str | Path | None, options: RunOptions) -> RunP
         candidate=choice.candidate,
         installed=choice.installed,
         device=_device(options.device),
-        text=hashlib.sha256(text.encode()).hexdigest(),
+        text=_cut(text, source, options.windows),
         notes=(*planned.notes, *choice.notes),
         fallbacks=fallbacks(choice.candidate, choice.others),
     )
+
+
+def _cut(text: TextFile, model: str, windows: int) -> MeasuredText:
+    """Cuts the windows that will be measured. Raises QuantryError if the text is too short for one."""
+    from quantry.models.tokenizer import load_tokenizer  # imports transformers
+
+    checkpoint = open_checkpoint(model)
+    length, _ = fitting_length(LENGTH, checkpoint.config)
+    with small_folder(checkpoint, plain_name(model)) as folder:
+        cuts = cut(text, load_tokenizer(folder), length, windows)
+    return MeasuredText(text.digest(), len(cuts), length)
 
 
 class _Choice(NamedTuple):

@@ -12,7 +12,7 @@ from quantry import __version__
 from quantry.devices.detect import detect
 from quantry.errors import OutputError
 from quantry.jobs.output_folder import read_artefact, read_card, write_json
-from quantry.jobs.run.plan import LENGTH, LOG, PLAN, RunPlan
+from quantry.jobs.run.plan import LOG, PLAN, RunPlan
 from quantry.jobs.run.result import Run, RunStep, figures_of
 from quantry.jobs.run.server import first_answer, measured_memory, server_options
 from quantry.models.identity import identity
@@ -115,7 +115,7 @@ class RunSteps:
 
     def verify(self) -> None:
         """Measures the artefact, unless it was measured in the same way."""
-        from quantry.proof.verify import verify
+        from quantry.jobs.verify import recorded, verify
 
         plan, started = self._plan, perf_counter()
         measure = self._measurement()
@@ -123,7 +123,7 @@ class RunSteps:
         if not exists:
             self._record.pop("measure", None)
             with self._showing("verify") as progress:
-                verify(plan.artefact, reference=plan.source, **plan.verify_options, progress=progress)
+                recorded(verify(plan.artefact, reference=plan.source, **plan.verify_options, progress=progress))
             self._record["measure"] = measure
             self._card = read_card(plan.artefact)
             self._write()
@@ -192,7 +192,7 @@ class RunSteps:
     def _measurement(self) -> Any:
         """Returns what distinguishes one measurement from another, as JSON stores it."""
         files = {name: file["sha256"] for name, file in self._card["files"].items()}
-        options = {**self._plan.verify_options, "text": self._plan.text}
+        options = {**self._plan.verify_options, "text": self._plan.text.digest}
         del options["engine_python"]
         return json.loads(json.dumps({"quantry": __version__, **options, "files": files}))
 
@@ -201,7 +201,7 @@ class RunSteps:
         if fault(proof, RunProof):
             return False
         text = proof.get("text") or {}
-        wanted = (self._plan.gate, self._plan.options.windows, LENGTH)
+        wanted = (self._plan.gate, self._plan.text.windows, self._plan.text.length)
         return (proof.get("gate"), text.get("windows"), text.get("length")) == wanted
 
     def _proof_summary(self) -> str:

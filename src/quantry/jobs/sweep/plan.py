@@ -1,6 +1,5 @@
 """The jobs of a sweep, and every check that is possible before the first one starts."""
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,8 +20,9 @@ from quantry.models.reader import local_folder, open_checkpoint
 from quantry.models.tokenizer import load_tokenizer
 from quantry.numerics.device import device as computing
 from quantry.proof import gate as gates
+from quantry.proof.served.engines import scoring_engine
 from quantry.proof.sources import open_source, tokenizer
-from quantry.proof.text import load_text
+from quantry.proof.text import fitting_length, load_text
 from quantry.proof.text import windows as cut
 from quantry.quantizing.calibration.text import LENGTH, SAMPLES, SEED, load
 from quantry.types import Anatomy
@@ -61,6 +61,8 @@ class Measurement:
         if python is not None and (name is None or not Path(python).expanduser().is_file()):
             problem = "is not a file" if name else "has no use without an engine"
             raise QuantryError(f"--engine-python {python} {problem}", fix="give --engine and the python that it is in")
+        if name is not None:
+            scoring_engine(name, Path(python).expanduser() if python else None).check()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,20 +119,22 @@ def plan_sweep(
     facts = [facts_of(spec, anatomy) for spec in specs]
     others = read_peers(peers, specs)
     measurement.check({*(each.format for each in facts), *(peer.format for peer in others)})
-    content, name = load_text(measurement.text)
+    text = load_text(measurement.text)
     folder = OutputFolder(out, "sweep")
     folder.check()
     checkpoint = local_folder(model)
-    cuts = cut(content, tokenizer(open_source(model)), measurement.length, measurement.windows or None)
+    source = open_source(model)
+    length, clipped = fitting_length(measurement.length, source.config)
+    cuts = cut(text, tokenizer(source), length, measurement.windows or None)
     fingerprint = _calibration(calibration, checkpoint, anatomy, facts)
-    jobs = _Jobs(measurement, hashlib.sha256(content.encode()).hexdigest(), calibration, fingerprint)
+    jobs = _Jobs(measurement, text.digest(), calibration, fingerprint)
     empty = Sweep(
         model=Path(str(model)).name,
         path=str(out),
         gate=measurement.gate,
-        text={"name": name, "windows": len(cuts), "length": measurement.length},
+        text={"name": text.name, "windows": len(cuts), "length": length},
         rows=(),
-        notes=_notes(device.type, sum(each.calibrated for each in facts)),
+        notes=(*clipped, *_notes(device.type, sum(each.calibrated for each in facts))),
     )
     made = [jobs.artefact(spec, each, out / spec.name) for spec, each in zip(specs, facts, strict=True)]
     rows = (*made, *map(jobs.peer, others))

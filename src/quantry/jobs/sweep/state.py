@@ -14,10 +14,10 @@ from quantry.jobs.output_folder import read_artefact
 from quantry.jobs.quantize import quantize
 from quantry.jobs.sweep.plan import SweepJob, SweepPlan
 from quantry.jobs.sweep.table import Outcome, Sweep, mark_frontier
+from quantry.jobs.verify import recorded, verify
 from quantry.models.anatomy import dissect
 from quantry.models.identity import identity
 from quantry.models.reader import open_checkpoint
-from quantry.proof.verify import verify
 from quantry.types import Progress, Proof
 
 FIGURES = tuple(name for key in ("kl", "served_kl", "top1", "perplexity") for name in (key, f"{key}_interval"))
@@ -166,10 +166,11 @@ class SweepState:
             shown.announce("is made and measured already")
             return
         record.pop("proof", None)
-        proof = verify(job.target, reference=self._plan.model, **job.verify, progress=shown.of("verifying"))
-        record |= {"measure": _as_json(job.measure), "proof": _kept_proof(proof)}
-        if not job.peer:  # before the record, so that every recorded artefact has its report
-            artefact_report.write(Path(job.target), artefact_report.content_of(Path(job.target)))
+        ours, progress = not job.peer, shown.of("verifying")
+        proof = verify(
+            job.target, reference=self._plan.model, **job.verify, record=ours, report=ours, progress=progress
+        )
+        record |= {"measure": _as_json(job.measure), "proof": _kept_proof(recorded(proof) if ours else proof)}
         self.write(self._plan.empty)
 
     def refuse(self, job: SweepJob, problem: str) -> None:

@@ -12,6 +12,7 @@ from functools import cache
 
 from quantry.formats.contract import Format, load_format
 from quantry.formats.gguf import NAME as GGUF
+from quantry.llamacpp import ready
 from quantry.models.attention import block_count
 from quantry.models.caching import per_checkpoint
 from quantry.models.linears import EXPERT
@@ -132,6 +133,9 @@ def stored(checkpoint: Checkpoint, recipe: Recipe | None, keep_odd: bool = False
 
 
 def _divided(checkpoint: Checkpoint, recipe: Recipe, blocks: int, keep_odd: bool) -> tuple[list[Weight], str]:
+    if recipe.format == GGUF and ready.architecture(checkpoint.config):
+        tensors = ready.ready_tensors(checkpoint.config, checkpoint.tensors, recipe.preset.file_type or ready.MXFP4)
+        return [Weight(name, part_of(name, blocks), dtype, shape) for name, dtype, shape in tensors], "f16"
     if recipe.format == GGUF:
         plan = gguf_file.plan_gguf(checkpoint, recipe)
     else:

@@ -18,7 +18,15 @@ from quantry.models.attention import block_count
 from quantry.planning.deployment import Deployment
 from quantry.planning.memory.terms import cache_type, terms
 from quantry.planning.speed.factors import factors_for, unmeasured_spread
-from quantry.planning.speed.seconds import DecodeStep, Runtime, Seconds, offloaded_prompt, offloaded_step, runs
+from quantry.planning.speed.seconds import (
+    DecodeStep,
+    Runtime,
+    Seconds,
+    offloaded_prompt,
+    offloaded_step,
+    runs,
+    step_seconds,
+)
 from quantry.planning.speed.work import StepWork, work_of
 from quantry.quantizing.recipe import Recipe, presets
 from quantry.types import Speed, Workload
@@ -71,24 +79,19 @@ def speed(deployment: Deployment, workload: Workload, host: Device) -> Predictio
     """
     batch, share = workload.concurrency, on_device(deployment)
     _check(deployment.device, batch, share)
-    work = work_of(deployment.checkpoint, deployment.recipe)
-    devices = deployment.tensor_parallel, deployment.pipeline_parallel
-    runtime = Runtime(deployment.device, factors_for(deployment.engine, deployment.device), *devices)
-    dtype = "f16" if work.detail == "f16" else "bf16"
-    cache = cache_type(deployment.kv, terms(deployment.engine, None, deployment.device), dtype)
-    context = min(workload.prompt + workload.answer / 2, workload.context)
+    work, runtime, planned = _whole(deployment, workload)
     prompt = min(workload.prompt, workload.context)
     mine, there = _split(work, deployment, share)
-    step = offloaded_step(mine, there, runtime, host, DecodeStep(batch, context, cache))
+    step = offloaded_step(mine, there, runtime, host, planned)
     single, all_prompts = (offloaded_prompt(mine, there, runtime, host, count, prompt) for count in (1, batch))
     extra = unmeasured_spread(
         experts=work.count > 0 and not runtime.factors.routing,
         latent=work.latent > 0,
-        several=devices != (1, 1),
+        several=deployment.devices > 1,
         offload=share < 1,
     )
     known = runtime.factors.measured and not extra
-    seen = share >= 1 and cache.bits == 16 and was_measured(work, runtime)
+    seen = share >= 1 and planned.cache.bits == 16 and was_measured(work, runtime)
     return Prediction(
         decode_tokens_per_s=batch / step.total,
         prefill_tokens_per_s=prompt / single,
@@ -101,6 +104,30 @@ def speed(deployment: Deployment, workload: Workload, host: Device) -> Predictio
         measured=known,
         basis="measured" if seen else "fitted" if known else "modelled",
     )
+
+
+def checking_seconds(deployment: Deployment, workload: Workload, tokens: int) -> float:
+    """Returns the time of a step that checks `tokens` of every sequence at once; each cache is read once."""
+    work, runtime, step = _whole(deployment, workload)
+    return step_seconds(work, runtime, replace(step, batch=step.batch * tokens, context=step.context / tokens)).total
+
+
+def one_layer_seconds(deployment: Deployment, workload: Workload) -> float:
+    """Returns the time of a step through one layer and the head, as heads that guess ahead have; without the host's."""
+    work, runtime, step = _whole(deployment, workload)
+    unhosted = replace(runtime, factors=replace(runtime.factors, step=0.0, sequence=0.0))
+    return step_seconds(work.share(1 / work.layers, head=True), unhosted, step).total
+
+
+def _whole(deployment: Deployment, workload: Workload) -> tuple[StepWork, Runtime, DecodeStep]:
+    """Returns a model's work, what it runs on, and the step that the load makes."""
+    work = work_of(deployment.checkpoint, deployment.recipe)
+    devices = deployment.tensor_parallel, deployment.pipeline_parallel
+    runtime = Runtime(deployment.device, factors_for(deployment.engine, deployment.device), *devices)
+    dtype = "f16" if work.detail == "f16" else "bf16"
+    cache = cache_type(deployment.kv, terms(deployment.engine, None, deployment.device), dtype)
+    context = min(workload.prompt + workload.answer / 2, workload.context)
+    return work, runtime, DecodeStep(workload.concurrency, context, cache)
 
 
 def _split(work: StepWork, deployment: Deployment, share: float) -> tuple[StepWork, StepWork | None]:

@@ -24,6 +24,9 @@ class Served:
 class ScoringEngine(Protocol):
     """An engine that scores windows and answers prompts."""
 
+    def check(self) -> None:
+        """Raises QuantryError if the engine is not installed; loads nothing."""
+
     def score(
         self, artefact: Path, windows: Sequence[Window], ids: Sequence[Array], *, progress: Progress | None = None
     ) -> Served:

@@ -26,6 +26,9 @@ class EmbeddedLlama:
 
     threads: int | None = None
 
+    def check(self) -> None:
+        """Does nothing: it comes with Quantry."""
+
     def score(
         self, artefact: Path, windows: Sequence[Window], ids: Sequence[Array], *, progress: Progress | None = None
     ) -> Served:

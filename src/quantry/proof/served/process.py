@@ -30,6 +30,7 @@ from quantry.types import Progress
 
 SCRIPT = Path(__file__).parent / "inside" / "script.py"
 MARK = "@quantry "
+FIND = "import sys; from importlib.util import find_spec; sys.exit(find_spec(sys.argv[1]) is None)"
 PATIENCE = 900.0  # seconds without a line: a large checkpoint may load from a slow disk for minutes between two
 ERROR_LINE = re.compile(r"[\w.]*(Error|Exception)\b")  # how the last line of a Python traceback starts
 MESSAGE = 400  # characters of an engine's message that are shown
@@ -61,6 +62,12 @@ class EngineProcess:
         longest = max(len(prompt) for prompt in prompts) + max_tokens
         request = ScoringRequest(artefact, longest, prompts=prompts, max_tokens=max_tokens, options=self.options)
         return self._run(request, None).answers
+
+    def check(self) -> None:
+        """Raises QuantryError if the python does not have the engine."""
+        program = self.program()
+        if self.python is not None and subprocess.run([program, "-c", FIND, self.facts.module], check=False).returncode:
+            raise self.not_installed(program)
 
     def not_installed(self, python: str) -> QuantryError:
         return QuantryError(

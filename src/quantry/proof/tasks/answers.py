@@ -6,21 +6,22 @@ the same answer, so every difference comes from the models.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from quantry.errors import QuantryError, WeightError
+from quantry.models import chat_template
+from quantry.models.chat_template import Messages
 from quantry.models.files import LocalFiles
 from quantry.models.gguf import read_shards
+from quantry.models.tokenizer import render_chat, template_of
 from quantry.types import Progress
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 Pair = tuple[Sequence[int], Sequence[int]]  # token ids of a context and of a continuation
 Inputs = dict[tuple[int, ...], list[int]]  # token ids to run -> the numbers of the pairs that they score
-Messages = Sequence[Mapping[str, Any]]
 Prompts = Sequence[Sequence[int]]  # token ids
 
 CONTEXT = 4096  # the default limit in tokens: logits of 128k would not fit in memory
@@ -42,6 +42,7 @@ class Answers(ABC):
 
     context: int  # the limit of question and answer together, in tokens
     prefix: int  # the token before a text without context
+    chats: bool  # True if it has a chat template
     batch = 1  # prompts that are answered together
 
     @abstractmethod
@@ -120,6 +121,7 @@ class TorchAnswers(Answers):
         self._ends = sorted({*ends, *_ends(self._module, tokenizer)})
         self._can_cut_logits = "logits_to_keep" in signature(self._module.forward).parameters
         self.context = context or min(CONTEXT, _positions(self._module))
+        self.chats = template_of(tokenizer) is not None
         self.prefix = _prefix(tokenizer.bos_token_id, [*_listed(tokenizer.eos_token_id), *self._ends])
         self._prefix_text = str(self._tokenizer.decode([self.prefix]))
 
@@ -131,10 +133,7 @@ class TorchAnswers(Answers):
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def chat(self, messages: Messages) -> str:
-        template = self._tokenizer.chat_template
-        with _template_errors(template):
-            turns = [dict(message) for message in messages]
-            return str(self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        return render_chat(self._tokenizer, messages, generation=True)
 
     def _batches(self, inputs: Inputs, pairs: Sequence[Pair]) -> Iterator[list[tuple[int, ...]]]:
         """Yields inputs of one length, the longest first: without padding, neighbours cannot change a number."""
@@ -202,6 +201,7 @@ class LlamaAnswers(Answers):
         self._named = {f"{name}_token": "" if token is None else model.detokenize([token])
                        for name, token in (("bos", bos), ("eos", eos))}  # fmt: skip
         self.context = model.context
+        self.chats = bool(model.chat_template)
         self.prefix = _prefix(bos, _listed(eos))
         self._prefix_text = model.detokenize([self.prefix])
 
@@ -213,11 +213,9 @@ class LlamaAnswers(Answers):
 
     def chat(self, messages: Messages) -> str:
         template = self._model.chat_template
-        with _template_errors(template):
-            render: Any = render_jinja_template  # its annotation forgets that it returns a pair
-            turns = [dict(message) for message in messages]
-            rendered, _ = render([turns], chat_template=template, add_generation_prompt=True, **self._named)
-        return str(rendered[0])
+        if not template:
+            raise QuantryError("the model has no chat template", fix="give plain text instead of messages")
+        return chat_template.render(template, messages, self._named, generation=True)
 
     def _logits(self, batch: Prompts, keep: int) -> Sequence[Tensor]:
         return [torch.from_numpy(self._model.logits(tokens)) for tokens in batch]
@@ -267,19 +265,6 @@ def _prefix(bos: Any, ends: Sequence[int]) -> int:
 
 def _begins(text: str, prefix: str) -> bool:
     return bool(prefix) and text.startswith(prefix)
-
-
-@contextmanager
-def _template_errors(template: str | Mapping[str, str] | None) -> Iterator[None]:
-    if not template:
-        raise QuantryError("the model has no chat template", fix="give a prompt as text instead of messages")
-    try:
-        yield
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
-        raise QuantryError(
-            f"the model's chat template rejects the messages: {error}",
-            fix="alternate the roles user and assistant, each with its content",
-        ) from error
 
 
 def _inputs(pairs: Sequence[Pair], context: int) -> Inputs:

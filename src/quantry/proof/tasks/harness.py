@@ -77,9 +77,7 @@ def evaluate(
     Raises QuantryError if lm-evaluation-harness is not installed or cannot run a task, UnknownNameError for a task that
     it does not have.
     """
-    _check_installed()
-    if limit is not None and limit < 1:
-        raise QuantryError(f"a limit of {limit} questions leaves nothing to ask", fix="give at least 1")
+    check(tasks, limit)
     from lm_eval.evaluator import evaluate as run
 
     from quantry.proof.tasks.lm_eval_model import LmEvalModel
@@ -98,6 +96,15 @@ def evaluate(
                 raise
             raise _unfit(", ".join(loaded["tasks"]), error) from error
     return [_result(name, report) for name in loaded["tasks"]]
+
+
+def check(tasks: Sequence[str | Path], limit: int | None) -> None:
+    """Raises QuantryError if the harness is not installed, does not know a task, or may ask nothing; loads no data."""
+    if limit is not None and limit < 1:
+        raise QuantryError(f"a limit of {limit} questions leaves nothing to ask", fix="give at least 1")
+    _check_installed()
+    with temporary_folder() as folder:
+        _specs(tasks, folder)
 
 
 def compare(base: Sequence[TaskResult], quantized: Sequence[TaskResult]) -> list[TaskComparison]:
@@ -147,14 +154,7 @@ def _quiet() -> Iterator[None]:
 
 def _load(tasks: Sequence[str | Path], folder: Path) -> Any:
     """Loads the harness's tables of tasks and groups, merged over all tasks."""
-    if not tasks:
-        raise QuantryError("no task is named", fix="give the name of a task or the path of its YAML file")
-    files = [isinstance(task, Path) or task.endswith((".yaml", ".yml")) for task in tasks]
-    manager = _manager(with_names=not all(files))
-    specs = [
-        _read(Path(task), folder) if file else _known(str(task), manager)
-        for task, file in zip(tasks, files, strict=True)
-    ]
+    manager, specs = _specs(tasks, folder)
     loaded: dict[str, Any] = {}
     for task, spec in zip(tasks, specs, strict=True):
         try:
@@ -170,6 +170,19 @@ def _load(tasks: Sequence[str | Path], folder: Path) -> Any:
     if unsafe:
         raise QuantryError(f"the task {unsafe[0]} runs code that the model writes", fix="choose another task")
     return loaded
+
+
+def _specs(tasks: Sequence[str | Path], folder: Path) -> tuple[Any, list[Any]]:
+    """Returns the harness's index of tasks, and what it loads each task by: its name, or what its YAML file says."""
+    if not tasks:
+        raise QuantryError("no task is named", fix="give the name of a task or the path of its YAML file")
+    files = [isinstance(task, Path) or task.endswith((".yaml", ".yml")) for task in tasks]
+    manager = _manager(with_names=not all(files))
+    specs = [
+        _read(Path(task), folder) if file else _known(str(task), manager)
+        for task, file in zip(tasks, files, strict=True)
+    ]
+    return manager, specs
 
 
 @cache

@@ -2,11 +2,13 @@
 
 Prompts are JSON lines, one object each:
 
-    {"prompt": "The capital of France is", "answer": "Paris"}
+    {"prompt": "What is the capital of France?", "answer": "Paris"}
+    {"text": "The capital of France is", "answer": "Paris"}
     {"messages": [{"role": "user", "content": "What is 2 plus 3?"}], "answer": ["5", "five"], "match": "exact"}
 
-The model continues the text of `prompt` unchanged; `messages` go through its chat template. `answer` (one text or
-several, any of which counts), `id` and `match` are optional. "contains" (the default, since a model answers prose with
+`prompt` goes through the chat template as a user's message, and is continued unchanged only by a model that has none;
+`text` always is; `messages` always go through the template. `answer` (one text or several, any of which counts), `id`
+and `match` are optional. "contains" (the default, since a model answers prose with
 prose) accepts an answer anywhere in the generated text, "exact" only the answer alone. Comparison ignores case, white
 space, and punctuation at the ends.
 """
@@ -29,12 +31,13 @@ from quantry.types import Progress
 Match = Literal["contains", "exact"]
 MAX_TOKENS = 128
 AGREEMENT = 0.85  # below this share, more bits or another group size are worth considering
-FIX = 'every line is an object with "prompt" or "messages", and optionally "answer", "match" and "id"'
+KINDS = ("prompt", "text", "messages")
+FIX = 'every line is an object with "prompt", "text" or "messages", and optionally "answer", "match" and "id"'
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One question: `text` for a model to continue, or `messages` for its chat template."""
+    """One question: `text` for a model to continue, `messages` for a chat template; with both, the template first."""
 
     id: str
     text: str | None = None
@@ -95,10 +98,18 @@ def read_prompts(file: Path | str) -> list[Prompt]:
 
 
 def ask(
-    prompts: Sequence[Prompt], answers: Answers, *, max_tokens: int = MAX_TOKENS, progress: Progress | None = None
+    prompts: Sequence[Prompt],
+    answers: Answers,
+    *,
+    max_tokens: int = MAX_TOKENS,
+    chats: bool = True,
+    progress: Progress | None = None,
 ) -> list[str]:
-    """Returns a model's answer to each prompt. Raises QuantryError if prompt and answer do not fit the context."""
-    encoded = [tokens_of(prompt, answers) for prompt in prompts]
+    """Returns a model's answer to each prompt; without `chats` a prompt that has a text is not put as a chat.
+
+    Raises QuantryError if prompt and answer do not fit the context.
+    """
+    encoded = [tokens_of(prompt, answers, chats=chats) for prompt in prompts]
     for prompt, tokens in zip(prompts, encoded, strict=True):
         if not 0 < len(tokens) <= answers.context - max_tokens:
             raise QuantryError(
@@ -109,13 +120,19 @@ def ask(
     return [answers.decode(tokens) for tokens in answers.generate(encoded, max_tokens, progress=progress)]
 
 
-def tokens_of(prompt: Prompt, answers: Answers) -> list[int]:
-    """Returns the tokens of a prompt; messages go through the model's chat template."""
-    return answers.encode(answers.chat(prompt.messages) if prompt.text is None else prompt.text)
+def tokens_of(prompt: Prompt, answers: Answers, *, chats: bool = True) -> list[int]:
+    """Returns the tokens of a prompt, through the chat template if it has messages and the model a template."""
+    is_chat = prompt.messages and (prompt.text is None or (chats and answers.chats))
+    return answers.encode(answers.chat(prompt.messages) if is_chat else prompt.question)
 
 
-def compare(prompts: Sequence[Prompt], base: Sequence[str], quantized: Sequence[str]) -> PromptReport:
-    """Compares the answers of the 16-bit model and of the quantized one, prompt by prompt."""
+def compare(
+    prompts: Sequence[Prompt], base: Sequence[str], quantized: Sequence[str], *, chats: bool = True
+) -> PromptReport:
+    """Compares the answers of the 16-bit model and of the quantized one, prompt by prompt.
+
+    `chats` says if prompts went through a chat template. An empty answer agrees with nothing.
+    """
     records = [_record(*each) for each in zip(prompts, base, quantized, strict=True)]
     if not records:
         raise QuantryError("there are no prompts to compare", fix=FIX)
@@ -129,7 +146,7 @@ def compare(prompts: Sequence[Prompt], base: Sequence[str], quantized: Sequence[
         exact=_paired([_matches("exact", prompt, record) for prompt, record in expected]),
         contained=_paired([_matches("contains", prompt, record) for prompt, record in expected]),
         correct=correct,
-        warnings=tuple(_warnings(agreement, correct)),
+        warnings=(*_warnings(agreement, correct), *_odd(prompts, records, chats=chats)),
         records=tuple(records),
     )
 
@@ -156,7 +173,8 @@ def _contains(text: str, answer: str) -> bool:
 
 def _record(prompt: Prompt, base: str, quantized: str) -> PromptRecord:
     right = [is_match(text, prompt.answers, prompt.match) if prompt.answers else None for text in (base, quantized)]
-    return PromptRecord(prompt.id, base, quantized, normalized(base) == normalized(quantized), *right)
+    agree = bool(base.strip()) and normalized(base) == normalized(quantized)
+    return PromptRecord(prompt.id, base, quantized, agree, *right)
 
 
 def _matches(match: Match, prompt: Prompt, record: PromptRecord) -> tuple[bool, bool]:
@@ -182,14 +200,26 @@ def _warnings(agreement: Interval, correct: Paired | None) -> list[str]:
     return warnings
 
 
+def _odd(prompts: Sequence[Prompt], records: Sequence[PromptRecord], *, chats: bool) -> list[str]:
+    """Says what makes answers worth less than they look."""
+    odd = []
+    empty = sum(not (record.base.strip() and record.quantized.strip()) for record in records)
+    if empty:
+        odd.append(f"{empty} of {len(records)} prompts have an empty answer, which agrees with nothing")
+    plain = sum(bool(prompt.messages) and prompt.text is not None for prompt in prompts)
+    if plain and not chats:
+        odd.append(f"the model has no chat template: {plain} prompts were given to it as text to continue")
+    return odd
+
+
 def _prompt(line: str, where: str, number: str) -> Prompt:
     try:
         row = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
         raise QuantryError(f"{where} is not JSON: {error}", fix=FIX) from error
-    if not isinstance(row, dict) or (("prompt" in row) == ("messages" in row)):
-        raise QuantryError(f'{where} needs either "prompt" or "messages"', fix=FIX)
-    strange = sorted(set(row) - {"prompt", "messages", "answer", "match", "id"})
+    if not isinstance(row, dict) or sum(kind in row for kind in KINDS) != 1:
+        raise QuantryError(f'{where} needs either "prompt", "text" or "messages"', fix=FIX)
+    strange = sorted(set(row) - {*KINDS, "answer", "match", "id"})
     if strange:
         raise QuantryError(f"{where} has the unknown field {strange[0]}", fix=FIX)
     match = row.get("match", "contains")
@@ -202,15 +232,17 @@ def _prompt(line: str, where: str, number: str) -> Prompt:
 
 
 def _text(row: Mapping[str, Any], where: str) -> str | None:
-    if "prompt" not in row:
+    if "messages" in row:
         return None
-    text = row["prompt"]
+    text = row.get("prompt", row.get("text"))
     if not isinstance(text, str) or not text:
         raise QuantryError(f"{where} has a prompt that is not text", fix=FIX)
     return text
 
 
 def _messages(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...]:
+    if "prompt" in row:
+        return ({"role": "user", "content": row["prompt"]},)
     messages = row.get("messages", [])
     is_right = isinstance(messages, list) and all(
         isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))

@@ -17,8 +17,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from quantry.errors import QuantryError
+from quantry.models.chat_template import TemplateRefusalError
 from quantry.models.reader import DEMO
-from quantry.models.tokenizer import encode, prefix_of
+from quantry.models.tokenizer import encode, prefix_of, render_chat, template_of
 from quantry.quantizing.calibration.documents import SHAPES, Documents, Record, open_documents
 
 SAMPLES, LENGTH = 128, 2048
@@ -102,7 +103,7 @@ def load(
         truncated=sum(start // step != (end - 1) // step for start, end in used),
         template=reader.rendered or _has_markers(windows, tokenizer),
         bos=prefix[0] if prefix else None,
-        chat=bool(tokenizer.chat_template),
+        chat=template_of(tokenizer) is not None,
         notes=_notes(samples, taken, length, window),
     )
 
@@ -154,7 +155,7 @@ class _Reader:
         kind, content = _content(document, self._where(number))
         if kind == "text":
             return str(content) + BREAK
-        if self._tokenizer.chat_template:
+        if template_of(self._tokenizer):
             return self._render(content, number)
         if kind == "prompt":
             return "".join(message["content"] for message in content) + BREAK
@@ -165,11 +166,10 @@ class _Reader:
 
     def _render(self, messages: list[dict[str, str]], number: int) -> str:
         try:
-            text = str(self._tokenizer.apply_chat_template(messages, tokenize=False))
-        except Exception as error:  # templates raise what they like
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+            text = render_chat(self._tokenizer, messages)
+        except TemplateRefusalError as error:
             raise QuantryError(
-                f"the chat template refuses {self._where(number)}: {reason}", fix="correct or remove that record"
+                f"the chat template refuses {self._where(number)}: {error.reason}", fix="correct or remove that record"
             ) from error
         self.rendered = True
         return text
@@ -206,11 +206,11 @@ def _message(message: Any, where: str) -> dict[str, str]:
 
 def _has_markers(windows: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> bool:
     """Says if plain text contains the special tokens that the chat template puts around a message."""
-    if not tokenizer.chat_template:
+    if not template_of(tokenizer):
         return False
     try:
-        rendered = encode(tokenizer, str(tokenizer.apply_chat_template(PROBE, tokenize=False)))
-    except Exception:  # a template that wants more than one message
+        rendered = encode(tokenizer, render_chat(tokenizer, PROBE))
+    except TemplateRefusalError:  # it wants more than one message
         return False
     ends = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
     added = {number for text, number in tokenizer.get_added_vocab().items() if text.strip()}  # Gemma adds line breaks

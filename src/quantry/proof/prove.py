@@ -1,4 +1,4 @@
-"""`quantry.verify`: checks, weights, text, engine, prompts and tasks, and the verdict on all of them.
+"""A proof: checks, weights, text, engine, prompts and tasks, and the verdict on all of them.
 
 The cheapest comes first: files, vocabulary, tokenizer and template, then the weights tensor by tensor, then the text
 in the 16-bit model (once, it is cached), in the artefact decoded from its bytes, and in the engine that serves it.
@@ -9,16 +9,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quantry import registry
 from quantry.devices.catalogue import parse
 from quantry.engines.contract.catalogue import verifying
 from quantry.errors import CheckpointError, QuantryError
+from quantry.models.attention import context_length
 from quantry.models.reader import open_checkpoint
 from quantry.planning.deployment import Deployment
 from quantry.planning.memory.footprint import footprint
 from quantry.proof import gate as gates
 from quantry.proof import measure, tensor_errors
-from quantry.proof.checks import Check, checks
+from quantry.proof.checks import START, Check, checks
 from quantry.proof.gate import Number
 from quantry.proof.measure import Measurements
 from quantry.proof.questions import (
@@ -32,12 +32,12 @@ from quantry.proof.questions import (
     served_model,
 )  # fmt: skip
 from quantry.proof.reference import reference as make_reference
+from quantry.proof.served.engines import scoring_engine
 from quantry.proof.sources import ModelSource, open_source, tokenizer
 from quantry.proof.tasks.judge import JudgeEndpoint
 from quantry.proof.tensor_errors import TensorError
-from quantry.proof.text import Window, load_text
+from quantry.proof.text import TextFile, Window, fitting_length, load_text
 from quantry.proof.text import windows as cut
-from quantry.quantizing import card
 from quantry.quantizing.artefact_file import read_artefact_file
 from quantry.quantizing.recipe_file import from_card
 from quantry.storage import ARTEFACT_FILE
@@ -70,80 +70,88 @@ class VerifyOptions:
     def questions(self) -> Questions:
         return read_questions(self.prompts, self.tasks, self.limit, self.max_tokens, self.judge)
 
+    def check_engine(self, artefact: str) -> None:
+        """Raises QuantryError if the given engine is unknown, is not installed or does not load the artefact."""
+        if self.engine is not None:
+            engine = scoring_engine(self.engine, self.engine_python)
+            self.engine_for(open_checkpoint(artefact).format)
+            engine.check()
 
-def verify(
-    artefact: str | Path,
-    *,
-    reference: str | Path,
-    text: str | Path | None = None,
-    prompts: str | Path | None = None,
-    tasks: str | None = None,
-    limit: int | None = None,
-    judge: str | None = None,
-    judge_model: str | None = None,
-    judge_key: str = "OPENAI_API_KEY",
-    engine: str | None = None,
-    engine_python: str | Path | None = None,
-    gate: str = "general",
-    windows: int = 16,
-    length: int = 512,
-    max_tokens: int = 64,
-    device: str = "cpu",
-    progress: Progress | None = None,
-) -> Proof:
-    """Measures what `artefact` lost compared with `reference`; writes the verdict into its quantry.json and card.
+    def engine_for(self, container: str) -> str | None:
+        """Returns the engine to measure in: the given one, or for GGUF files the embedded one, which is always there.
 
-    `text` (None: a text of the package) is cut into `windows` of `length` tokens. `prompts` is a file of JSON lines,
-    `tasks` names tasks of lm-evaluation-harness with commas between, the first `limit` questions of each; `judge` is
-    the address of a third model. `engine` measures the artefact as served: GGUF files always in llama.cpp.
+        Raises QuantryError if the given one does not load such files.
+        """
+        known, is_gguf, name = verifying(), container == "gguf", self.engine
+        if name is None:
+            return next((engine for engine, facts in known.items() if facts.embedded), None) if is_gguf else None
+        if known[name].embedded != is_gguf:
+            wanted, given = "a GGUF file", "a folder of safetensors"
+            wanted, given = (wanted, given) if known[name].embedded else (given, wanted)
+            raise QuantryError(f"{name} is measured on {wanted}, not on {given}", fix="leave --engine out")
+        return name
 
-    Raises QuantryError if an option is wrong, the artefact is unfinished or the engine fails. Example:
 
-        verify("demo-w4a16", reference="demo").passed
+def prove(artefact: str, reference: str, options: VerifyOptions, progress: Progress | None = None) -> Proof:
+    """Measures what `artefact` lost compared with `reference`, and judges it.
+
+    Raises QuantryError if an option is wrong, the artefact is unfinished or the engine fails.
     """
-    options = VerifyOptions(
-        text, _path(prompts), tasks, limit, _judge(judge, judge_model, judge_key), engine, _path(engine_python), gate,
-        windows, length, max_tokens, device,
-    )  # fmt: skip
-    return _verify(str(artefact), str(reference), options, progress)
-
-
-def _verify(artefact: str, reference: str, options: VerifyOptions, progress: Progress | None) -> Proof:
     questions = options.questions()
     gates.check_use(options.gate)
-    content, name = load_text(options.text)
-    checked = _check_measurable(reference, artefact, content)
-    original, quantized = open_source(reference), open_source(artefact)
-    models = _Models(original, quantized, _engine(options.engine, quantized), options, progress)
-    cuts = cut(content, tokenizer(original), options.length, options.windows or None)
+    text = load_text(options.text)
+    options.check_engine(artefact)
+    original = open_source(reference)
+    cuts = _Cuts.of(text, options, original)
+    checked = _check_measurable(reference, artefact, text.start(START))
+    quantized = open_source(artefact)
+    if (context_length(quantized.config) or cuts.length) < cuts.length:
+        cuts = _Cuts.of(text, options, original, quantized)
+    models = _Models(original, quantized, options.engine_for(quantized.format), options, progress)
 
-    errors = tensor_errors.errors(original, quantized)
     base = models.ask_original(questions)
-    measured = models.measure([*cuts, *base.windows], len(cuts))
-    answered = models.ask_quantized(questions)
+    errors = tensor_errors.errors(original, quantized)
+    measured = models.measure([*cuts.windows, *base.windows], len(cuts.windows))
+    answered = models.ask_quantized(questions, chats=base.chats)
     prompts = _prompt_report(questions, base, answered, measured, progress)
 
     recorded = _recorded(quantized)
     judged = gates.judge(_numbers(measured, prompts), options.gate, recorded.get("preset"))
     findings = [*({**asdict(check), "warning": False} for check in checked), *_suspects(errors), *map(asdict, judged)]
-    text = {"name": name, "windows": len(cuts), "length": options.length}
-    proof = Proof(
+    return Proof(
         artefact=artefact,
         reference=reference,
         gate=options.gate,
         verdict=gates.verdict(findings),
         **_figures(measured),
         findings=tuple(findings),
-        text={**text, "positions": measured.decoded_figures.positions},
+        text={**cuts.facts, "positions": measured.decoded_figures.positions},
         worst_tensors=tuple(asdict(tensor) for tensor in sorted(errors, key=lambda tensor: -tensor.error)[:SHOWN]),
         memory=_memory(original, recorded, models.engine, measured),
         prompts=prompts,
         tasks=compare_tasks(base, answered),
-        notes=_notes(measured, quantized, default_text=options.text is None),
+        notes=(*cuts.notes, *_notes(measured, quantized, default_text=options.text is None)),
     )
-    if recorded:
-        card.record_proof(_folder(quantized), _without_paths(proof))
-    return proof
+
+
+@dataclass(frozen=True, slots=True)
+class _Cuts:
+    """The windows of a text that are measured."""
+
+    name: str
+    length: int
+    windows: list[Window]
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, text: TextFile, options: VerifyOptions, original: ModelSource, *others: ModelSource) -> "_Cuts":
+        """Cuts a text with the original's tokenizer into windows that fit the context of all models."""
+        length, notes = fitting_length(options.length, *(source.config for source in (original, *others)))
+        return cls(text.name, length, cut(text, tokenizer(original), length, options.windows or None), notes)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"name": self.name, "windows": len(self.windows), "length": self.length}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +165,14 @@ class _Models:
     progress: Progress | None
 
     def ask_original(self, questions: Questions) -> Answered:
-        return ask(questions, decoded_model(self.original, self.options.device), self.progress)
+        return ask(questions, decoded_model(self.original, self.options.device), progress=self.progress)
 
-    def ask_quantized(self, questions: Questions) -> Answered:
+    def ask_quantized(self, questions: Questions, *, chats: bool) -> Answered:
         """Asks the artefact in its engine, or decoded from its bytes."""
         python, device = self.options.engine_python, self.options.device
-        if self.engine:
-            return ask(questions, served_model(self.quantized, self.engine, python, device), self.progress)
-        return ask(questions, decoded_model(self.quantized, device), self.progress)
+        decoded = decoded_model(self.quantized, device)
+        model = served_model(self.quantized, self.engine, python, device) if self.engine else decoded
+        return ask(questions, model, chats=chats, progress=self.progress)
 
     def measure(self, windows: Sequence[Window], text_windows: int) -> Measurements:
         """Runs both models on windows, the artefact in its engine too."""
@@ -188,18 +196,6 @@ def _check_measurable(reference: str | Path, artefact: str | Path, content: str)
         if not check.ok and (check.name in FATAL or (check is checked[-1] and check.name != LAST)):
             raise CheckpointError(f"{artefact}: {check.words}", fix=check.fix)
     return checked
-
-
-def _engine(name: str | None, artefact: ModelSource) -> str | None:
-    """Returns the engine to measure in: the given one, or for GGUF files the embedded one, which is always there."""
-    known, is_gguf = verifying(), artefact.format == "gguf"
-    if name is None:
-        return next((engine for engine, facts in known.items() if facts.embedded), None) if is_gguf else None
-    registry.check("engine", name, known)
-    if known[name].embedded != is_gguf:
-        wanted = "a GGUF file" if known[name].embedded else "a folder of safetensors"
-        raise QuantryError(f"{name} is measured on {wanted}, not on {artefact.path.name}", fix="leave --engine out")
-    return name
 
 
 def _prompt_report(
@@ -298,26 +294,5 @@ def _recorded(artefact: ModelSource) -> dict[str, Any]:
     return read_artefact_file(folder) if (folder / ARTEFACT_FILE).is_file() else {}
 
 
-def _without_paths(proof: Proof) -> dict[str, Any]:
-    """Returns the part of a proof that is kept with the artefact: no paths, and no answers to prompts."""
-    content = proof.to_dict()
-    content["artefact"], content["reference"] = Path(proof.artefact).name, Path(proof.reference).name
-    if proof.prompts:
-        content["prompts"] = {key: value for key, value in proof.prompts.items() if key != "records"}
-    return content
-
-
 def _folder(artefact: ModelSource) -> Path:
     return artefact.path if artefact.path.is_dir() else artefact.path.parent
-
-
-def _judge(url: str | None, model: str | None, key: str) -> JudgeEndpoint | None:
-    if url is None:
-        return None
-    if not model:
-        raise QuantryError("a judge needs the name of its model", fix="give --judge-model")
-    return JudgeEndpoint(url, model, key)
-
-
-def _path(value: str | Path | None) -> Path | None:
-    return None if value is None else Path(value).expanduser()

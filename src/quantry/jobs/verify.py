@@ -1,0 +1,92 @@
+"""`quantry.verify`: measures what an artefact lost, and records the verdict."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from quantry.errors import OutputError, QuantryError
+from quantry.jobs import verdict
+from quantry.models.reader import local_folder
+from quantry.proof.prove import VerifyOptions, prove
+from quantry.proof.tasks.judge import JudgeEndpoint
+from quantry.types import Progress, Proof
+
+
+def verify(
+    artefact: str | Path,
+    *,
+    reference: str | Path,
+    text: str | Path | None = None,
+    prompts: str | Path | None = None,
+    tasks: str | None = None,
+    limit: int | None = None,
+    judge: str | None = None,
+    judge_model: str | None = None,
+    judge_key: str = "OPENAI_API_KEY",
+    engine: str | None = None,
+    engine_python: str | Path | None = None,
+    gate: str = "general",
+    windows: int = 16,
+    length: int = 512,
+    max_tokens: int = 64,
+    device: str = "cpu",
+    output: str | Path | None = None,
+    record: bool = True,
+    report: bool = False,
+    progress: Progress | None = None,
+) -> Proof:
+    """Measures what `artefact` lost compared with `reference`, and records the verdict in its card and quantry.json.
+
+    `text` (None: a text of the package) is cut into `windows` of `length` tokens. `prompts` is a file of JSON lines,
+    `tasks` names tasks of lm-evaluation-harness with commas between, the first `limit` questions of each; `judge` is
+    the address of a third model. `engine` measures the artefact as served: GGUF files always in llama.cpp.
+
+    The verdict goes into a folder `output`, with a `report` if that is asked for. Without one, that on an artefact in
+    the hub's cache goes into Quantry's own cache, and that on another tool's is not recorded. `recorded` of the proof
+    is the folder; it is None, and the last note says why, if the verdict could not be written.
+
+    Raises QuantryError if an option is wrong, the artefact is unfinished or the engine fails. Example:
+
+        verify("demo-w4a16", reference="demo").passed
+    """
+    options = VerifyOptions(
+        text, _path(prompts), tasks, limit, _judge(judge, judge_model, judge_key), engine, _path(engine_python), gate,
+        windows, length, max_tokens, device,
+    )  # fmt: skip
+    folder = _path(output)
+    if folder is not None and not record:
+        raise QuantryError("--no-record leaves nothing to write with -o", fix="leave one of them out")
+    if folder is not None:
+        verdict.check_output(folder, Path(artefact).expanduser())
+    proof = prove(str(artefact), str(reference), options, progress)
+    return _recorded(artefact, proof, folder, report=report) if record else proof
+
+
+def recorded(proof: Proof) -> Proof:
+    """Returns a proof. Raises OutputError if it could not be recorded."""
+    if proof.recorded is None:
+        raise OutputError(proof.notes[-1], fix="make the folder writable and run the same command again")
+    return proof
+
+
+def _recorded(artefact: str | Path, proof: Proof, output: Path | None, *, report: bool) -> Proof:
+    path = local_folder(artefact)
+    place = verdict.place_of(path, output)
+    try:
+        if place is None:
+            raise OutputError("another tool made the artefact", fix="give -o DIR to keep it")
+        verdict.record(path, place, proof, report=report)
+    except QuantryError as error:  # also of a damaged file that the report needs: figures cost time
+        return replace(proof, notes=(*proof.notes, f"the verdict is not recorded: {error}"))
+    return replace(proof, recorded=str(place))
+
+
+def _judge(url: str | None, model: str | None, key: str) -> JudgeEndpoint | None:
+    if url is None:
+        return None
+    if not model:
+        raise QuantryError("a judge needs the name of its model", fix="give --judge-model")
+    return JudgeEndpoint(url, model, key)
+
+
+def _path(value: str | Path | None) -> Path | None:
+    return None if value is None else Path(value).expanduser()
