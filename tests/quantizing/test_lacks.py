@@ -9,7 +9,8 @@ import pytest
 import quantry
 from command import command
 from quantizing.written_llama import CONFIG, llama_shapes, write_model
-from quantry.errors import RecipeError, WeightError
+from quantry.errors import CheckpointError, RecipeError, WeightError
+from quantry.models.tokenizer import load_tokenizer
 
 
 @pytest.fixture
@@ -59,6 +60,24 @@ def test_what_cannot_be_served_is_said_before_the_work(llama: Path, tmp_path: Pa
     assert "NewForCausalLM is an architecture that neither transformers nor llama.cpp knows" in told.stdout
     assert "NewForCausalLM" in (tmp_path / "out" / "README.md").read_text()
     shutil.rmtree(tmp_path / "out")
+
+
+def test_layers_that_are_not_there_are_refused(llama: Path, tmp_path: Path) -> None:
+    """Of the 9000 that the config claims, two exist: a skeleton of them would take minutes and gigabytes."""
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 9000}))
+    told = command("sweep", llama, "-o", tmp_path / "out", "--presets", "w8a16")
+    assert told.returncode == 2
+    assert "has 9000 layers and its weights 2" in told.stderr
+    assert command("quantize", llama, "-o", tmp_path / "out", "--preset", "w8a16").returncode == 2
+
+
+def test_a_tokenizer_with_odd_settings_is_refused(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(Path(quantry.__file__).parent / "demo", tmp_path / "demo"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": "x"}))
+    with pytest.raises(CheckpointError, match="the tokenizer of .* cannot be read"):
+        load_tokenizer(folder)
 
 
 def test_keep_odd_is_offered_only_where_it_leads_somewhere(tmp_path: Path) -> None:

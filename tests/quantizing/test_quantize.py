@@ -162,7 +162,11 @@ def test_recipe_rules(llama: Path, tmp_path: Path) -> None:
 
 def test_plan_file(llama: Path, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps({"options": [{"preset": "w4a16", "format": "gptq", "group": 64, "engine": "vllm"}]}))
+    known = quantry.inspect(llama)
+    model = {"source": "llama", "architecture": known.architecture, "parameters": known.parameters}
+    plan.write_text(
+        json.dumps({"model": model, "options": [{"preset": "w4a16", "format": "gptq", "group": 64, "engine": "vllm"}]})
+    )
     artefact = quantry.quantize(llama, tmp_path / "out", plan=plan)
     assert (artefact.preset, artefact.format) == ("w4a16", "gptq")
 

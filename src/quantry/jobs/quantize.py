@@ -11,7 +11,7 @@ from quantry.errors import CheckpointError, OutputError, RecipeError
 from quantry.formats.gguf import NAME as GGUF
 from quantry.llamacpp.importance import Importance
 from quantry.llamacpp.importance import read as read_importance
-from quantry.models.anatomy import sixteen_bit
+from quantry.models.anatomy import check_blocks, sixteen_bit
 from quantry.models.identity import identity
 from quantry.models.reader import local_folder, open_checkpoint
 from quantry.models.weights import MappedWeights
@@ -113,6 +113,7 @@ class QuantizeJob:
         self._checkpoint = open_checkpoint(model)
         anatomy = sixteen_bit(self._checkpoint)
         self._target = target_of(self._checkpoint, recipe, options.importance, options.keep_odd)
+        check_blocks(self._checkpoint)
         self._calibrator = self._prepared_calibration(recipe)
         self._plan = self._target.plan
         self._recipe = recipe

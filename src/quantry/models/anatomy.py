@@ -3,9 +3,10 @@
 from collections import Counter
 from pathlib import Path
 
+from quantry.errors import CheckpointError
 from quantry.models.already_quantized import check_sixteen_bit, quantization, weights_of
 from quantry.models.attention import block_count, context_length, kv_layers
-from quantry.models.parts import ORDER, part_of
+from quantry.models.parts import ORDER, decoder_block, part_of
 from quantry.models.reader import open_checkpoint
 from quantry.types import Anatomy, Checkpoint, Part
 
@@ -72,6 +73,17 @@ def _tied_head(checkpoint: Checkpoint, parts: tuple[Part, ...]) -> bool:
         return all(part.name != "head" for part in parts)
     tied = checkpoint.config.get("tie_word_embeddings")
     return bool(tied) if tied is not None else all(part.name != "head" for part in parts)
+
+
+def check_blocks(checkpoint: Checkpoint) -> None:
+    """Raises CheckpointError if the config has more layers than the checkpoint: it would be built for minutes first."""
+    blocks = block_count(checkpoint.config)
+    present = {index for tensor in checkpoint.tensors if (index := decoder_block(tensor.name, blocks)) is not None}
+    if len(present) < blocks:
+        raise CheckpointError(
+            f"the config of {checkpoint.source} has {blocks} layers and its weights {len(present)}",
+            fix="copy config.json, or the weights, from the original model",
+        )
 
 
 def sixteen_bit(checkpoint: Checkpoint) -> Anatomy:

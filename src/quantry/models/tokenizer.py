@@ -17,6 +17,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     loader = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
     try:
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(folder, trust_remote_code=False)
+        tokenizer("a", verbose=False)  # settings of the wrong type are seen at the first text
     except BaseException as error:  # the libraries have no error class for it, and a panic is no Exception
         if isinstance(error, STOPS):
             raise

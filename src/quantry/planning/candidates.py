@@ -61,6 +61,8 @@ def find(request: Request, only: Sequence[str] | None = None, offload: bool = Tr
     first = [chosen for chosen in planned if named or not is_spare(chosen, request.facts)]
     ready = [recipe for recipe in _ready(request) if only is None or recipe.preset.name in only]
     candidates, refused = _search(request, first, ready if _prefers_ready(request) else (), offload=False)
+    if not candidates and offload and request.facts["experts"] and request.device.kind == "gpu":
+        candidates, refused = _search(request, first, ready, offload=True)  # some experts on the host before 3 bits
     if not candidates and (len(first) < len(planned) or ready):
         candidates, refused = _search(request, planned, ready, offload=False)
     if candidates or not offload or request.device.kind != "gpu":

@@ -104,7 +104,8 @@ def _check_ranges(asked: LoadOptions) -> None:
         whole = isinstance(most, int)
         if value is not None and not (1 <= value <= most if whole else 0 < value <= most):
             least = "1" if whole else "above 0"
-            raise QuantryError(f"--{name} {value:g} is not {least} to {most:g}", fix=f"give --{name} a positive number")
+            given = f"{value:,}" if whole else f"{value:g}"
+            raise QuantryError(f"--{name} {given} is not {least} to {most:,}", fix=f"give --{name} a positive number")
 
 
 def _lengths(model: str, longest: int | None, use: Use, asked: LoadOptions, images: int) -> tuple[int, int, int]:
@@ -181,7 +182,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise QuantryError(f"cannot read the trace {path}: {reason}", fix="check the path") from error
+        raise QuantryError(f"cannot read the trace {path}: {reason}", fix="give JSON lines in UTF-8") from error
     rows = []
     for number, line in enumerate(filter(str.strip, lines), 1):
         try:

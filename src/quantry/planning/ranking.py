@@ -18,6 +18,7 @@ HALVING = 3.0  # points for half the speed
 AS_PUBLISHED = Quality("as published", 10.0)  # of a model that its makers quantized
 FASTER = 1.02  # times the speed that counts as faster
 SAME_QUALITY = 0.05  # points
+GOOD = 7.0  # points of quality below which holding more sequences is no reason
 AMPLE = 0.25  # share of the memory that is room enough
 
 
@@ -55,6 +56,13 @@ class Ranked:
         goals = self.request.goals
         late = goals.ttft is not None and self.speed.first_token_s > goals.ttft
         return not late and (goals.tpot is None or self.speed.step_s <= goals.tpot)
+
+    @property
+    def carries(self) -> bool:
+        """True if as many sequences are served as the user asked for, without a poor quality."""
+        return not self.request.exact or (
+            self.candidate.sequences >= self.request.workload.concurrency and self.quality.points >= GOOD
+        )
 
     def beats(self, other: "Ranked") -> bool:
         """Returns True if this has the same quality class or a better one, and is faster in both phases."""
@@ -99,9 +107,9 @@ def rank(request: Request, candidates: Sequence[Candidate]) -> tuple[list[Ranked
         expected = AS_PUBLISHED if is_published(request, candidate) else quality(facts)
         ranked.append(Ranked(candidate, facts, predicted, expected, pace, request))
     distinct: dict[tuple[str, str], Ranked] = {}
-    for row in sorted(_fastest_layouts(ranked), key=lambda row: (row.holds_limits, row.total)):
+    for row in sorted(_fastest_layouts(ranked), key=lambda row: (row.holds_limits, row.carries, row.total)):
         distinct[row.candidate.preset.name, row.candidate.engine] = row  # the last is the best
-    ordered = sorted(distinct.values(), key=lambda row: (not row.holds_limits, -row.total))
+    ordered = sorted(distinct.values(), key=lambda row: (not row.holds_limits, not row.carries, -row.total))
     return _shown(_undominated_first(ordered)), refused
 
 

@@ -14,7 +14,7 @@ from quantry.jobs.output_folder import OutputFolder
 from quantry.jobs.quantize import NOT_CALIBRATED
 from quantry.jobs.sweep.specs import ArtefactFacts, ArtefactSpec, facts_of
 from quantry.jobs.sweep.table import Sweep
-from quantry.models.anatomy import sixteen_bit
+from quantry.models.anatomy import check_blocks, sixteen_bit
 from quantry.models.identity import identity
 from quantry.models.reader import local_folder, open_checkpoint
 from quantry.models.tokenizer import load_tokenizer
@@ -114,7 +114,8 @@ def plan_sweep(
 ) -> SweepPlan:
     """Plans a sweep. Raises QuantryError for everything that can be refused without making an artefact."""
     device = computing(measurement.device)
-    anatomy = sixteen_bit(open_checkpoint(model))
+    anatomy = sixteen_bit(opened := open_checkpoint(model))
+    check_blocks(opened)
     facts = [facts_of(spec, anatomy) for spec in specs]
     others = read_peers(peers, specs)
     measurement.check({*(each.format for each in facts), *(peer.format for peer in others)})

@@ -10,6 +10,7 @@ step has the mean context of an answer.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 from quantry.devices import Device
@@ -125,9 +126,9 @@ def _whole(deployment: Deployment, workload: Workload) -> tuple[StepWork, Runtim
     devices = deployment.tensor_parallel, deployment.pipeline_parallel
     runtime = Runtime(deployment.device, factors_for(deployment.engine, deployment.device), *devices)
     dtype = "f16" if work.detail == "f16" else "bf16"
-    cache = cache_type(deployment.kv, terms(deployment.engine, None, deployment.device), dtype)
+    kept = cache_type(deployment.kv, terms(deployment.engine, None, deployment.device), dtype)
     context = min(workload.prompt + workload.answer / 2, workload.context)
-    return work, runtime, DecodeStep(workload.concurrency, context, cache)
+    return work, runtime, DecodeStep(workload.concurrency, context, kept)
 
 
 def _split(work: StepWork, deployment: Deployment, share: float) -> tuple[StepWork, StepWork | None]:
@@ -166,17 +167,23 @@ def _check(device: Device, batch: int, share: float) -> None:
 def break_even(deployment: Deployment, workload: Workload) -> BreakEven:
     """Finds the numbers of sequences from which 16 bit and 8 bit decode as fast as the scheme of a deployment.
 
-    Rivals that the device has no arithmetic for are left out. Raises QuantryError as `speed` does.
+    All layers are on the devices. Rivals that the device has no arithmetic for are left out. Raises QuantryError as
+    `speed` does.
     """
     recipe, device = deployment.recipe, deployment.device
     assert recipe is not None, "a comparison of schemes needs a recipe"
 
-    def step(chosen: Recipe, sequences: int) -> float:
-        tried = replace(deployment, recipe=chosen)
-        return speed(tried, replace(workload, concurrency=sequences), device).step_s
+    _check(device, workload.concurrency, on_device(deployment))
+
+    def steps(chosen: Recipe) -> Callable[[int], float]:
+        work, runtime, step = _whole(replace(deployment, recipe=chosen), workload)
+        return cache(lambda sequences: step_seconds(work, runtime, replace(step, batch=sequences)).total)
+
+    mine = steps(recipe)
 
     def first_batch(rival: Recipe) -> int | None:
-        return _least(lambda sequences: step(rival, sequences) <= step(recipe, sequences))
+        theirs = steps(rival)
+        return _least(lambda sequences: theirs(sequences) <= mine(sequences))
 
     chosen = (presets()[name] for name in RIVALS["gguf" if recipe.format == "gguf" else ""])
     rivals = [Recipe(preset, preset.formats[0]) for preset in chosen if preset.name != recipe.preset.name]
