@@ -39,6 +39,7 @@ def raising(error: BaseException, patch: pytest.MonkeyPatch) -> Iterator[None]:
         (AssertionError(), 70, "bug: AssertionError"),
         (RecursionError("too deep"), 70, "bug: RecursionError"),
         (MemoryError(), 2, "error: there is not enough memory"),
+        (RuntimeError("can't start new thread"), 2, "error: there is not enough memory"),
         (
             RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"),
             2,

@@ -25,7 +25,9 @@ import typer
 from quantry.errors import QuantryError
 
 ERROR, BUG, INTERRUPTED, NO_READER = QuantryError.exit_code, 70, 130, 141
-NO_MEMORY = ("can't allocate memory", "out of memory", "unable to allocate", "cannot allocate memory")  # words of torch
+NO_MEMORY = (  # words of torch, numpy and Python
+    "can't allocate memory", "out of memory", "unable to allocate", "cannot allocate memory", "can't start new thread",
+)  # fmt: skip
 
 
 @contextmanager
