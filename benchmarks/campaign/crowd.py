@@ -103,6 +103,8 @@ class _Crowd:
                 answer = type(error).__name__
             with self._lock:
                 self._answers[f"{name}: {answer}"] += 1
+                if answer == "no answer":
+                    self._note("hostile request hung", name)
             time.sleep(chance.uniform(0, 0.3))
 
     def witness(self) -> None:
@@ -216,7 +218,7 @@ def _bomb(running: Running, chance: random.Random) -> str:
 
 
 def _nonsense(running: Running, chance: random.Random) -> str:
-    with suppress(ConnectionResetError), _opened(running) as opened:
+    with suppress(ConnectionResetError, TimeoutError), _opened(running) as opened:
         opened.sendall(chance.randbytes(2000))
         opened.settimeout(5)
         opened.recv(100)
