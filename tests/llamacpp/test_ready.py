@@ -49,6 +49,20 @@ def test_sizes_are_those_of_published_files(name: str, kind: str, size: float) -
     assert sum(nbytes(dtype, shape) for _, dtype, shape in made) == pytest.approx(size, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("model", "repo"),
+    [
+        ("deepseek-ai/DeepSeek-R1", "unsloth/DeepSeek-R1-GGUF"),
+        ("deepseek-ai/DeepSeek-V3-Base", None),
+        ("cognitivecomputations/DeepSeek-V3-AWQ", None),
+        ("somebody/DeepSeek-V3", None),
+    ],
+)
+def test_files_of_others_are_those_of_the_model_itself(model: str, repo: str | None) -> None:
+    files = ready_files(model, open_model("deepseek-v3"))
+    assert (files.repo if files else None) == repo
+
+
 def test_every_model_with_ready_files_runs_in_llama_cpp() -> None:
     """Each is in the catalogue, its architecture is known, and its repository bears its own name."""
     found = 0

@@ -111,6 +111,11 @@ def find_model(name: str) -> KnownModel | None:
     return next((known for name in names if (known := _names().get(_key(name)))), None)
 
 
+def is_original(known: KnownModel, repo: str) -> bool:
+    """Returns True if a hub id is the repository of a row, or a variant that is tuned for chat."""
+    return repo == known.repo or (repo in known.variants and not UNTUNED & {*_words(repo)})
+
+
 def repository(known: KnownModel, name: str) -> str:
     """Returns which repository of a shape a name means: the one named like it, of several the first unless it says."""
     words, key = _words(name), _key(name)

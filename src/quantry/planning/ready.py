@@ -7,7 +7,7 @@ from typing import Any
 
 from quantry.formats.gguf import NAME as GGUF
 from quantry.llamacpp.ready import MXFP4, architecture
-from quantry.planning.models import find_model
+from quantry.planning.models import find_model, is_original
 from quantry.quantizing.recipe import Recipe, preset
 from quantry.storage import read_data
 from quantry.types import Checkpoint
@@ -26,9 +26,13 @@ class ReadyFiles:
 
 
 def ready_files(model: str, checkpoint: Checkpoint) -> ReadyFiles | None:
-    """Returns the ready files of a model by its hub id; None if none are known."""
-    known = find_model(str(checkpoint.metadata.get("shape", model))) or find_model(model)
-    row = _publishers().get(known.name) if known else None
+    """Returns the ready files of a model by its hub id; None if none are known.
+
+    Only of repositories of the catalogue: a model that somebody tuned or quantized has other weights than those files.
+    Untuned variants are seldom published as GGUF.
+    """
+    known = find_model(model)
+    row = _publishers().get(known.name) if known and is_original(known, model) else None
     if row is None or architecture(checkpoint.config) is None:
         return None
     recipes = (Recipe(preset("mxfp4" if name == MXFP4 else f"gguf-{name}"), GGUF) for name in row["types"])
