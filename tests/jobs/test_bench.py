@@ -422,7 +422,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Broken:
     demo = Path(quantry.__file__).parent / "demo"
     usual: dict[str, Any] = {
         "requests": 4,
-        "prompt_tokens": 8,
+        "prompt_tokens": 32,  # enough words that two runs draw no prompt twice
         "answer_tokens": 4,
         "tokenizer": demo,
         "concurrency": [1, 2],
