@@ -1,6 +1,7 @@
 """Damages thousands of files by seeds and counts how commands end on them (tests/hostile_inputs.py)."""
 
 import json
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,17 @@ CLASSES = ("signal", "bug", "hang", "memory", "other")
 
 
 def hostile(cases: int, first: int, intact: Path, workers: Workers) -> dict[str, Any]:
-    """Runs the cases of every kind in turn, and returns the counts; kind and seed of a fault repeat it."""
-    names = list(KINDS)
+    """Runs cases of all kinds, the quick ones more often, and returns the counts; kind and seed of a fault repeat it."""
     codes: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
     faults = Counter(dict.fromkeys(CLASSES, 0))
     seen = []
 
     def damage(number: int, place: Path) -> tuple[int, Ending]:
-        return number, run(KINDS[names[number % len(names)]], number, intact, place)
+        return number, run(KINDS[_kind(number)], number, intact, place)
 
     for number, ending in workers.each(range(first, first + cases), damage):
-        name = names[number % len(names)]
+        name = _kind(number)
         codes[str(ending.code)] += 1
         kinds[name] += 1
         fault = ending.fault or ("" if ending.memory < MEMORY_USED else f"{ending.memory:,} bytes of memory")
@@ -33,6 +33,10 @@ def hostile(cases: int, first: int, intact: Path, workers: Workers) -> dict[str,
             print(json.dumps(seen[-1]), flush=True)
     done = sum(kinds.values())
     return {"cases": done, "kinds": dict(kinds), "codes": dict(codes), "faults": dict(faults), "seen": seen}
+
+
+def _kind(number: int) -> str:
+    return random.Random(f"kind {number}").choices(list(KINDS), [kind.weight for kind in KINDS.values()])[0]
 
 
 def _class(code: int | None, fault: str) -> str:

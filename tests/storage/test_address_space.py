@@ -27,7 +27,10 @@ def left(room: int) -> Iterator[None]:
 
 
 def test_a_tokenizer_is_not_loaded_without_room_for_it() -> None:
-    with left(FLOOR // 4), pytest.raises(QuantryError, match=r"ulimit -v leaves 1[0-2]\d MiB .* at least 512 .*; ulimit"):
+    with (
+        left(FLOOR // 4),
+        pytest.raises(QuantryError, match=r"ulimit -v leaves 1[0-2]\d MiB .* at least 512 .*; ulimit"),
+    ):
         load_tokenizer(DEMO)
 
 
