@@ -72,8 +72,14 @@ class Kind:
 
 
 def _weight(words: Words) -> float:
-    slow = words[0] in ("sweep", "verify", "run") or "--rounder" in words
-    return 0.05 if slow or (words[0] == "quantize" and not {"--dry-run", "--no-report"} & set(words)) else 1.0
+    if "--rounder" in words:
+        return 0.2
+    return (
+        0.05
+        if words[0] in ("sweep", "verify", "run")
+        or (words[0] == "quantize" and not {"--dry-run", "--no-report"} & set(words))
+        else 1.0
+    )
 
 
 MEASURE = ("--windows", "1", "--length", "64")

@@ -13,7 +13,7 @@ CLASSES = ("signal", "bug", "hang", "memory", "other")
 
 
 def hostile(cases: int, first: int, intact: Path, workers: Workers) -> dict[str, Any]:
-    """Runs cases of all kinds, the quick ones more often, and returns the counts; kind and seed of a fault repeat it."""
+    """Runs cases of all kinds, quick ones more often, and returns the counts; kind and seed of a fault repeat it."""
     codes: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
     faults = Counter(dict.fromkeys(CLASSES, 0))
