@@ -19,9 +19,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import quantry
 from campaign.crowd import crowd
 from campaign.hostile import hostile
-from campaign.jobs import JOBS
+from campaign.jobs import DEMO, JOBS
 from campaign.kills import kills
 from campaign.limits import disks, memories
 from campaign.sharing import engines, sharing
@@ -40,6 +41,7 @@ def main() -> None:
         folder = Path(name)
         (folder / "intact").mkdir()
         make_intact(folder / "intact")
+        quantry.quantize("demo", folder / "intact" / DEMO, preset="gguf-q8_0")
         workers = Workers(folder / "cases", asked.workers, asked.seconds)
         for part, run in _parts(asked, folder / "intact", workers).items():
             if part in asked.parts or not asked.parts:

@@ -14,6 +14,7 @@ MEASURE = ("--windows", "1", "--length", "64")
 CALIBRATED = ("--samples", "2", "--length", "64")
 GONE = 10.0  # seconds for processes of a killed job to be gone
 PATIENCE = 240.0
+DEMO = "demo-q8_0"  # the folder of `intact` with an artefact of the demo model
 Faults = list[tuple[str, str]]  # class and words of each
 
 
@@ -32,8 +33,8 @@ JOBS = {
     "quantize calibrated": Job(
         ("quantize", "demo", "-o", "OUT", "--preset", "w4a16", "--rounder", "gptq", "--no-report", *CALIBRATED)
     ),
-    "verify": Job(("verify", "ART", "--reference", "demo", "--gate", "draft", *MEASURE), "gguf", "ART"),
-    "convert": Job(("convert", "ART", "-o", "OUT", "--to", "bf16"), "gguf"),
+    "verify": Job(("verify", "ART", "--reference", "demo", "--gate", "draft", *MEASURE), DEMO, "ART"),
+    "convert": Job(("convert", "ART", "-o", "OUT", "--to", "bf16"), DEMO),
     "sweep": Job(
         ("sweep", "demo", "-o", "OUT", "--presets", "w8a16,gguf-q8_0", "--windows", "1", "--verify-length", "64")
     ),

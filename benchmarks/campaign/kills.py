@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from campaign.jobs import JOBS, Case, Faults, Job
+from campaign.jobs import DEMO, JOBS, Case, Faults, Job
 from campaign.workers import Once, Workers
 from quantry.serving.prepare import serve
 from quantry.serving.process import free_port
@@ -82,7 +82,7 @@ def _whole(job: Job, intact: Path, place: Path) -> tuple[dict[str, str], float]:
 def _kill_server(name: str, chance: random.Random, intact: Path, place: Path) -> tuple[bool, Faults]:
     """Kills `quantry serve`, or a `quantry bench` of a server, which must go on."""
     place.mkdir(parents=True, exist_ok=True)
-    file = next((intact / "gguf").glob("*.gguf"))
+    file = next((intact / DEMO).glob("*.gguf"))
     environment = {**os.environ, "QUANTRY_CACHE": str(place / "cache"), "HF_HUB_OFFLINE": "1"}
     case = Case(JOBS["verify"], place)
     if name == "serve":

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from quantry.engines.contract.catalogue import scoring_name
 from quantry.errors import OutputError, QuantryError
 from quantry.jobs import verdict
 from quantry.models.reader import local_folder
@@ -49,8 +50,8 @@ def verify(
         verify("demo-w4a16", reference="demo").passed
     """
     options = VerifyOptions(
-        text, _path(prompts), tasks, limit, _judge(judge, judge_model, judge_key), engine, _path(engine_python), gate,
-        windows, length, max_tokens, device,
+        text, _path(prompts), tasks, limit, _judge(judge, judge_model, judge_key), scoring_name(engine),
+        _path(engine_python), gate, windows, length, max_tokens, device,
     )  # fmt: skip
     folder = _path(output)
     if folder is not None and not record:
