@@ -14,12 +14,17 @@ if TYPE_CHECKING:
     from quantry.types import Difference
 
 First = Annotated[str, typer.Argument(help="A model: a folder (quantized or not), a .gguf file, a hub id or demo.")]
-Second = Annotated[str, typer.Argument(help="Another model with the same vocabulary.")]
+Second = Annotated[
+    str | None,
+    typer.Argument(
+        help="Another model with the same vocabulary; else the 16-bit model that the first was made from."
+    ),
+]
 
 
 def command(
     a: First,
-    b: Second,
+    b: Second = None,
     text: flags.Text = None,
     windows: flags.Windows = 16,
     length: flags.WindowLength = 512,

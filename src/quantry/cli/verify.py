@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 Quantized = Annotated[str, typer.Argument(help="A quantized folder or .gguf file.")]
-Reference = Annotated[str, typer.Option(help="The 16-bit model: a folder, a hub id (owner/name) or demo.")]
+Reference = Annotated[
+    str | None,
+    typer.Option(help="The 16-bit model: a folder, a hub id (owner/name) or demo; else the one it was made from."),
+]
 Prompts = Annotated[Path | None, typer.Option(help="JSONL of your own prompts, with answers if there are any.")]
 Tasks = Annotated[
     str | None, typer.Option(help="Tasks of lm-evaluation-harness: names or YAML files, with commas between.")
@@ -39,7 +42,7 @@ MaxTokens = Annotated[int, typer.Option(help="Tokens of an answer to a prompt.")
 
 def command(
     artefact: Quantized,
-    reference: Reference,
+    reference: Reference = None,
     text: flags.Text = None,
     prompts: Prompts = None,
     tasks: Tasks = None,
