@@ -90,6 +90,22 @@ def write_report(folder: "Path", *, missing: bool = False) -> "Path":
     return write(folder, content_of(folder))
 
 
+def check_files(files: "Iterable[Path]") -> None:
+    """Raises OutputError for a file whose folder does not exist, before the work that it is to hold."""
+    from quantry.errors import OutputError
+
+    for file in files:
+        if not file.expanduser().parent.is_dir():
+            raise OutputError(f"the folder of {file} does not exist", fix="make it first")
+
+
+def write_file(file: "Path", content: str | bytes) -> None:
+    """Writes a file of results, whole or not at all, and through no link."""
+    from quantry.storage import write_atomically
+
+    write_atomically(file.expanduser(), content.encode() if isinstance(content, str) else content)
+
+
 def finish(artefact: "Artefact", dry_run: bool, json: bool, page: "Path | None" = None) -> None:
     """Prints what was written: everything as JSON, or notes and paths."""
     from quantry.quantizing.card import FINISHED

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 First = Annotated[str, typer.Argument(help="A model: a folder (quantized or not), a .gguf file, a hub id or demo.")]
 Second = Annotated[
     str | None,
-    typer.Argument(
-        help="Another model with the same vocabulary; else the 16-bit model that the first was made from."
-    ),
+    typer.Argument(help="Another model with the same vocabulary; else the 16-bit model that the first was made from."),
 ]
 
 

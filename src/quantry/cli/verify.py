@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantry.cli import _flags as flags
-from quantry.cli._output import print_result, steps, table
+from quantry.cli._output import check_files, print_result, steps, table, write_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,6 +37,13 @@ Output = Annotated[
     typer.Option("-o", "--output", help="A folder for the verdict; else an artefact of Quantry gets it itself."),
 ]
 Record = Annotated[bool, typer.Option("--record/--no-record", help="Write the verdict, or only print it.")]
+MaxKl = Annotated[float | None, typer.Option(help="Your own limit of the mean KL, such as 0.05.")]
+MinTop1 = Annotated[float | None, typer.Option(help="Your own limit of the same first tokens, such as 0.95.")]
+MaxPerplexityRatio = Annotated[
+    float | None, typer.Option(help="Your own limit of the perplexity against the 16-bit model's, such as 1.05.")
+]
+Junit = Annotated[Path | None, typer.Option(help="Write the findings as JUnit XML, for CI.")]
+Markdown = Annotated[Path | None, typer.Option(help="Write the verdict as Markdown, for a job's summary.")]
 MaxTokens = Annotated[int, typer.Option(help="Tokens of an answer to a prompt.")]
 
 
@@ -53,6 +60,9 @@ def command(
     engine: Engine = None,
     engine_python: flags.EnginePython = None,
     gate: flags.Gate = "general",
+    max_kl: MaxKl = None,
+    min_top1: MinTop1 = None,
+    max_perplexity_ratio: MaxPerplexityRatio = None,
     windows: flags.Windows = 16,
     length: flags.WindowLength = 512,
     max_tokens: MaxTokens = 64,
@@ -60,19 +70,27 @@ def command(
     output: Output = None,
     record: Record = True,
     report: flags.Report = True,
+    junit: Junit = None,
+    markdown: Markdown = None,
     json: flags.Json = False,
 ) -> None:
     """Measure what was lost, on the written bytes and in the engine; exit code 1 if the gate fails."""
     from quantry.jobs.verify import verify
+    from quantry.report import ci
 
+    written = {file: make for file, make in ((junit, ci.junit), (markdown, ci.markdown)) if file}
+    check_files(written)
     with steps(quiet=json) as progress:
         proof = verify(
             artefact, reference=reference, text=text, prompts=prompts, tasks=tasks, limit=limit, judge=judge,
             judge_model=judge_model, judge_key=judge_key, engine=engine, engine_python=engine_python, gate=gate,
+            max_kl=max_kl, min_top1=min_top1, max_perplexity_ratio=max_perplexity_ratio,
             windows=windows, length=length, max_tokens=max_tokens, device=device, output=output, record=record,
             report=report, progress=progress,
         )  # fmt: skip
     print_result(proof, picture, json)
+    for file, make in written.items():
+        write_file(file, make(proof))
     if record and proof.recorded is None:
         typer.echo(f"warning: {proof.notes[-1]}", err=True)
     if proof.recorded and not json:
