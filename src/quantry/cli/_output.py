@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from quantry.report.sizes import counted
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -75,10 +77,15 @@ def facts(rows: "Iterable[tuple[str, RenderableType]]") -> "Table":
 def announce(artefact: "Artefact") -> None:
     """Prints what is about to be written."""
     typer.echo(
-        f"{artefact.source} -> {artefact.preset} as {artefact.format}: {artefact.quantized_layers} layers quantized, "
-        f"{artefact.kept_tensors} tensors kept\n"
+        f"{artefact.source} -> {artefact.preset} as {artefact.format}: {_content(artefact)}\n"
         f"{artefact.source_bytes:,} -> {artefact.bytes:,} bytes, {artefact.bits_per_weight:.2f} bits a weight"
     )
+
+
+def _content(artefact: "Artefact") -> str:
+    if not artefact.quantized_layers:
+        return "all weights in 16 bit"
+    return f"{counted(artefact.quantized_layers, 'layer')} quantized, {counted(artefact.kept_tensors, 'tensor')} kept"
 
 
 def write_report(folder: "Path", *, missing: bool = False) -> "Path":

@@ -7,6 +7,7 @@ import typer
 
 from quantry.cli import _flags as flags
 from quantry.cli._output import check_files, print_result, steps, table, write_file
+from quantry.report.sizes import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -120,8 +121,8 @@ def picture(proof: "Proof") -> list["RenderableType"]:
     for name, words in ROWS.items():
         figures.add_row(words, *_cells(proof, name))
     measured = (
-        f"{proof.text['name']}: {proof.text['windows']} windows of {proof.text['length']} tokens; perplexity "
-        f"{proof.reference_perplexity:.3f} in 16 bit; noise floor of KL {proof.noise_floor:.2g}"
+        f"{proof.text['name']}: {counted(proof.text['windows'], 'window')} of {proof.text['length']} tokens; "
+        f"perplexity {proof.reference_perplexity:.3f} in 16 bit; noise floor of KL {proof.noise_floor:.2g}"
     )
     passed = sum(finding["ok"] for finding in proof.findings)
     end = ("PASS", "bold green") if proof.passed else ("FAIL", "bold red")
@@ -159,7 +160,8 @@ def _number(name: str, value: float) -> str:
 def _answers(proof: "Proof") -> list[str]:
     lines = []
     if proof.prompts:
-        lines.append(f" {proof.prompts['agreement']['value']:.0%} of {proof.prompts['prompts']} prompts answered alike")
+        asked = counted(proof.prompts["prompts"], "prompt")
+        lines.append(f" {proof.prompts['agreement']['value']:.0%} of {asked} answered alike")
         lines += [f" {warning}" for warning in proof.prompts["warnings"]]
         if proof.prompts["correct"]:
             right = proof.prompts["correct"]

@@ -235,7 +235,8 @@ def _recipe(
     _refuse(settings, ("budget", "gpu"), "without --preset auto", "add it, or leave this out")
     given = [key for key in ("preset", "recipe", "plan") if settings[key] is not None]
     if len(given) != 1:
-        raise RecipeError(f"{len(given)} of --preset, --recipe and --plan are given", fix="give exactly one of them")
+        problem = f"{' and '.join(f'--{key}' for key in given)} say different things" if given else "no preset is given"
+        raise RecipeError(problem, fix="give one of --preset (such as Q4_K_M, awq or fp8), --recipe and --plan")
     written = _written(model, given[0], settings[given[0]])
     wanted = {**written, **{key: settings[key] for key in KEYS & settings.keys() if settings[key] is not None}}
     recipe, options = _with_dividing_group(model, wanted, build(wanted), options)

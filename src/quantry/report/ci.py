@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
+from quantry.report.sizes import counted
+
 if TYPE_CHECKING:
     from quantry.types import Proof
 
@@ -48,8 +50,8 @@ def _lines(proof: "Proof") -> Iterator[str]:
         yield f"| {words} | {getattr(proof, name):{style}} | {low:{style}} to {high:{style}} |{last}"
     yield ""
     text = proof.text
-    yield f"Gate {proof.gate}: {passed} of {len(proof.findings)} checks passed, on {text['windows']} windows of "
-    yield f"{text['length']} tokens of {_cell(text['name'])}."
+    windows = f"{counted(text['windows'], 'window')} of {text['length']} tokens of {_cell(text['name'])}"
+    yield f"Gate {proof.gate}: {passed} of {len(proof.findings)} checks passed, on {windows}."
     failed = [finding for finding in proof.findings if not finding["ok"]]
     if failed:
         yield ""
