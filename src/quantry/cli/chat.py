@@ -10,6 +10,11 @@ from quantry.engines.contract.options import API_KEY
 if TYPE_CHECKING:
     from quantry.serving.client import Server
 
+GROUP = "serve"
+EXAMPLES = (
+    "quantry chat http://127.0.0.1:8080",
+    'quantry chat http://127.0.0.1:8080 --system "Answer in one sentence."',
+)
 NEW = "/new"
 
 Url = Annotated[str, typer.Argument(help="The server's address.")]

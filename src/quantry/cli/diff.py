@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 
     from quantry.types import Difference
 
+GROUP = "prove"
+EXAMPLES = (
+    "quantry diff out",
+    "quantry diff out-q4_k_m out-awq --windows 4",
+)
 First = Annotated[str, typer.Argument(help="A model: a folder (quantized or not), a .gguf file, a hub id or demo.")]
 Second = Annotated[
     str | None,
@@ -42,7 +47,8 @@ def picture(difference: "Difference") -> list["RenderableType"]:
     low, high = difference.intervals["kl"]
     speech = (
         f"KL of B from A: mean {nats(difference.kl)} ({nats(low)} to {nats(high)}), "
-        f"median {nats(difference.kl_median)}, 99th percentile {nats(difference.kl_p99)}; same likeliest token {difference.top1:.1%}"
+        f"median {nats(difference.kl_median)}, 99th percentile {nats(difference.kl_p99)}; "
+        f"same likeliest token {difference.top1:.1%}"
     )
     tensors = table(("tensors that differ most", "relative difference"), ("relative difference",))
     for row in difference.tensors:

@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 
     from quantry.planning.matrices import Matrix
 
-
+GROUP = "choose"
+EXAMPLES = (
+    "quantry matrix memory",
+    "quantry matrix engines",
+)
 Name = Annotated[str, typer.Argument(help="{matrices}.")]
 
 

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from quantry.planning.option import Option
     from quantry.planning.plan import Plan
 
+GROUP = "choose"
+EXAMPLES = (
+    'quantry plan llama-3.1-8b --gpu "RTX 4090"',
+    "quantry plan ./my-model --for rag --context 32k",
+    'quantry plan llama-3.1-70b --gpu "2x RTX 3090" --concurrency 8 -o plan.json',
+)
 BAR = 40  # characters of a full bar
 SHOWN = 6  # options in the table
 REFUSED = 3  # refusals that are shown
@@ -36,13 +42,15 @@ Budget = Annotated[str | None, typer.Option(help="Memory that may be used in all
 Suggest = Annotated[
     bool, typer.Option("--suggest", help="Without a model: which well-known models run well on the machine.")
 ]
-Prompt = Annotated[int | None, typer.Option(help="Tokens of a usual prompt.")]
-Answer = Annotated[int | None, typer.Option(help="Tokens of a usual answer.")]
+Prompt = Annotated[int | None, typer.Option(help="Tokens of a usual prompt.", **flags.TOKENS)]
+Answer = Annotated[int | None, typer.Option(help="Tokens of a usual answer.", **flags.TOKENS)]
 Rate = Annotated[float | None, typer.Option("--requests-per-second", help="Requests a second that must be carried.")]
 Ttft = Annotated[float | None, typer.Option(help="Seconds to the first token, at most.")]
 Tpot = Annotated[float | None, typer.Option(help="Seconds for each further token, at most.")]
 Images = Annotated[int | None, typer.Option(help="Pictures in a prompt.")]
-Prefix = Annotated[int | None, typer.Option("--shared-prefix", help="Tokens of each prompt that all share.")]
+Prefix = Annotated[
+    int | None, typer.Option("--shared-prefix", help="Tokens of each prompt that all share.", **flags.TOKENS)
+]
 Trace = Annotated[Path | None, typer.Option(help="JSON lines with prompt, answer (tokens) and time (seconds).")]
 Price = Annotated[float | None, typer.Option(help="USD an hour for the machine; the catalogue's if left out.")]
 MaxCost = Annotated[float | None, typer.Option("--max-cost", help="USD an hour that may be spent.")]

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from quantry.serving.prepare import ServerPlan
     from quantry.serving.process import Running
 
+GROUP = "serve"
+EXAMPLES = (
+    "quantry serve out --port 8080",
+    "quantry serve out --engine vllm --context 8k --parallel 16",
+    "quantry serve out --dry-run",
+)
 INTERRUPTED = 130
 
 

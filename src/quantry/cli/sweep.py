@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     from quantry.jobs.sweep.table import Outcome, Sweep
 
-
+GROUP = "make"
+EXAMPLES = ("quantry sweep demo -o sweep --presets Q4_K_M,awq,fp8 --windows 4",)
 Presets = Annotated[
     str,
     typer.Option(help="Presets with commas between, with options: w4a16:group=64,gguf-q4_k_m,auto:budget=4.5bpw."),

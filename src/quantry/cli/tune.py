@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from quantry.jobs.load.choice import Trial
     from quantry.jobs.load.tune import Tuned
 
+GROUP = "serve"
+EXAMPLES = (
+    "quantry tune out --switches prefix-cache,parallel",
+    "quantry tune out --concurrency 8 --prompt-tokens 512",
+)
 SHARED = (
     "engine", "context", "parallel", "threads", "tensor_parallel", "utilization", "cache_gib", "engine_python",
     "engine_bin", "image", "extra",

@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
     from quantry.types import Proof
 
-
+GROUP = "prove"
+EXAMPLES = (
+    "quantry verify out",
+    "quantry verify out --reference owner/name --gate accuracy-critical --engine vllm",
+    "quantry verify out --max-kl 0.05 --min-top1 0.9 --junit verify.xml",
+)
 Quantized = Annotated[str, typer.Argument(help="A quantized folder or .gguf file.")]
 Reference = Annotated[
     str | None,
