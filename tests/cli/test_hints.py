@@ -25,7 +25,6 @@ from typer._click.exceptions import ClickException
 from quantry import registry
 from quantry.cli import app, examples
 from quantry.engines.contract.catalogue import engines
-from quantry.planning.rules import uses as planned_uses
 from quantry.proof.gate import uses as gates
 from quantry.quantizing.recipe import presets
 from quantry.storage import read_data
@@ -47,7 +46,6 @@ KNOWN: dict[
     "to": lambda: {*registry.choices("quantry.formats"), "bf16", "fp16"} - {"gguf"},
     "engine": engines,
     "gate": gates,
-    "use": planned_uses,
 }
 
 
