@@ -62,6 +62,20 @@ def test_what_cannot_be_served_is_said_before_the_work(llama: Path, tmp_path: Pa
     shutil.rmtree(tmp_path / "out")
 
 
+def test_a_plan_says_what_cannot_be_served(llama: Path) -> None:
+    for model in (llama, llama / "config.json"):  # a config has no tokenizer to miss
+        assert quantry.plan(model, gpu="RTX 4090").notes == ()
+    (llama / "tokenizer.json").unlink()
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "architectures": ["NewForCausalLM"], "model_type": "new"}))
+    tokenizer, architecture = "has no tokenizer, so engines will not serve", "NewForCausalLM is an architecture that"
+    told = json.loads(command("plan", llama, "--gpu", "RTX 4090", "--json").stdout)["notes"]
+    assert [tokenizer in told[0], architecture in told[1], len(told)] == [True, True, 2]
+    shown = " ".join(command("plan", llama, "--gpu", "RTX 4090").stdout.split())
+    assert tokenizer in shown
+    assert architecture in shown
+
+
 def test_layers_that_are_not_there_are_refused(llama: Path, tmp_path: Path) -> None:
     """Of the 9000 that the config claims, two exist: a skeleton of them would take minutes and gigabytes."""
     config = json.loads((llama / "config.json").read_text())
