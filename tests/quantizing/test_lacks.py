@@ -9,8 +9,13 @@ import pytest
 import quantry
 from command import command
 from quantizing.written_llama import CONFIG, llama_shapes, write_model
+from quantry.devices.catalogue import parse
 from quantry.errors import CheckpointError, RecipeError, WeightError
+from quantry.models.reader import open_checkpoint
 from quantry.models.tokenizer import load_tokenizer
+from quantry.planning.deployment import Deployment
+from quantry.planning.feasibility import feasible
+from quantry.quantizing.recipe import Recipe, presets
 
 
 @pytest.fixture
@@ -105,3 +110,7 @@ def test_keep_odd_is_offered_only_where_it_leads_somewhere(tmp_path: Path) -> No
     with pytest.raises(RecipeError, match="would be quantized with fp8-block; use a preset without blocks") as second:
         quantry.quantize(small, tmp_path / "out", preset="fp8-block", keep_odd=True, dry_run=True)
     assert "--keep-odd" not in str(second.value)
+    recipe = Recipe(presets()["fp8-block"], "compressed-tensors")
+    verdict = feasible(Deployment(open_checkpoint(small), recipe, "vllm", parse("H100").device))
+    assert "not divided by blocks of 128 x 128" in verdict.reason
+    assert verdict.fix == "use a preset without such blocks, as fp8-dynamic or w8a8"
