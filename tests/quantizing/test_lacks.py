@@ -99,6 +99,16 @@ def test_a_tokenizer_with_odd_settings_is_refused(tmp_path: Path) -> None:
         load_tokenizer(folder)
 
 
+def test_a_tokenizer_whose_library_panics_is_refused(tmp_path: Path) -> None:
+    """Its panic is no Exception: a template names a token that it does not describe."""
+    folder = Path(shutil.copytree(Path(quantry.__file__).parent / "demo", tmp_path / "demo"))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["post_processor"]["special_tokens"] = {}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(CheckpointError, match="the tokenizer of .* cannot be read: no entry found"):
+        load_tokenizer(folder)
+
+
 def test_keep_odd_is_offered_only_where_it_leads_somewhere(tmp_path: Path) -> None:
     """fp8-block needs sides of 128: a model without such a layer is not sent from one flag to the other."""
     sizes = {"hidden_size": 96, "intermediate_size": 144}

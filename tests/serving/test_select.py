@@ -15,7 +15,7 @@ from changed_gguf import changed_gguf
 from command import command
 from demo_artefacts import quantized_demo
 from quantry.engines.contract.options import Options
-from quantry.errors import QuantryError
+from quantry.errors import ConfigError, QuantryError
 from quantry.serving import select
 from quantry.serving.embedded import END
 from quantry.serving.prepare import prepare, serve
@@ -97,6 +97,13 @@ def test_an_onnx_folder(tmp_path: Path) -> None:
     found = select.open_model(folder)
     assert (found.format, found.context, found.name) == ("onnx", 2048, "built")
     assert select.select(found, None, None) == "onnxruntime"
+    for damaged, words in (
+        ({"model": {"context_length": "2048"}}, "model.context_length is not"),
+        ([], "holds a list"),
+    ):
+        (folder / "genai_config.json").write_text(json.dumps(damaged))
+        with pytest.raises(ConfigError, match=f"is damaged: .*{words}"):
+            assert select.open_model(folder).context
 
 
 # ---- what is said before the first request ----
