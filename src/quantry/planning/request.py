@@ -6,7 +6,7 @@ from functools import cached_property
 
 from quantry.devices import Device, Hardware
 from quantry.devices.catalogue import parse
-from quantry.engines.contract.catalogue import engine_facts
+from quantry.engines.contract.catalogue import engine_name
 from quantry.errors import QuantryError
 from quantry.formats.gguf import NAME as GGUF
 from quantry.models.attention import text_config
@@ -102,8 +102,7 @@ def read_request(model: str, checkpoint: Checkpoint, options: PlanOptions) -> Re
     Raises QuantryError if a name is unknown, a number is out of range or an option contradicts the model.
     """
     use = find_use(options.use)
-    if options.engine is not None:
-        engine_facts(options.engine)  # raises for an unknown one
+    engine = None if options.engine is None else engine_name(options.engine)
     hardware = parse(options.gpu) if options.gpu is not None else _this_machine()
     if use.name == "vlm" and "vision_config" not in checkpoint.config:
         raise QuantryError(f"--for {options.use} is asked, and {model} has no vision tower", fix="leave --for out")
@@ -116,7 +115,7 @@ def read_request(model: str, checkpoint: Checkpoint, options: PlanOptions) -> Re
         hardware=hardware,
         use=use,
         workload=load.workload,
-        engine=options.engine,
+        engine=engine,
         budget=None if options.budget is None else _budget(options.budget, hardware),
         exact=options.load.concurrency is not None,
         stored=stored,

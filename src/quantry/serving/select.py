@@ -13,7 +13,7 @@ from typing import Any
 
 from quantry import registry
 from quantry.devices import Hardware
-from quantry.engines.contract.catalogue import OwnFormat, engine_facts, engines, known_version, usual
+from quantry.engines.contract.catalogue import OwnFormat, engine_facts, engine_name, engines, known_version, usual
 from quantry.errors import ConfigError, ModelNotFoundError, QuantryError
 from quantry.models.already_quantized import quantization
 from quantry.models.attention import context_length
@@ -91,8 +91,9 @@ def select(model: ServedModel, engine: str | None, python: Path | None) -> str:
         )
     if engine is None:
         return _usual(model, python)
+    engine = engine_name(engine)
     if engine not in fitting:
-        loads = ", ".join(engine_facts(engine).formats)  # an unknown name is answered with suggestions
+        loads = ", ".join(engine_facts(engine).formats)
         raise QuantryError(
             f"{engine} does not load {model.source}, which is {model.format} (it loads {loads})",
             fix=f"use --engine {' or '.join(fitting)}{_conversion(model, engine)}",
