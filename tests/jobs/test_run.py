@@ -103,6 +103,17 @@ def files(folder: Path) -> dict[str, int]:
 # ---- from the model to an answer ----
 
 
+def test_a_model_without_a_chat_template_is_named(tmp_path: Path) -> None:
+    folder = shutil.copytree(demo_folder(), tmp_path / "tales")
+    (folder / "chat_template.jinja").unlink()
+    done = run(folder, tmp_path / "out", serve=False, **QUICK)
+    (warning,) = [note for note in done.notes if "chat template" in note]
+    assert warning.endswith(
+        "has no chat template: the engine puts chats into a form of its own; ask for completions, or "
+        "give --chat-template FILE"
+    )
+
+
 def test_every_step_says_what_it_did_and_where_the_file_is(first: tuple[Run, list[RunStep]]) -> None:
     done, told = first
     assert [step.name for step in told] == ["plan", "quantize", "verify", "serve", "answer"]

@@ -108,9 +108,9 @@ def check_files(files: "Iterable[Path]") -> None:
 
 def write_file(file: "Path", content: str | bytes) -> None:
     """Writes a file of results, whole or not at all, and through no link."""
-    from quantry.storage import write_atomically
+    from quantry.storage import write_named
 
-    write_atomically(file.expanduser(), content.encode() if isinstance(content, str) else content)
+    write_named(file.expanduser(), content.encode() if isinstance(content, str) else content)
 
 
 def finish(artefact: "Artefact", dry_run: bool, json: bool, page: "Path | None" = None) -> None:

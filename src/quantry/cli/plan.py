@@ -97,11 +97,10 @@ def command(
         prompt=prompt, answer=answer, requests_per_second=requests_per_second, ttft=ttft, tpot=tpot, images=images,
         shared_prefix=shared_prefix, trace=trace, price=price, max_cost=max_cost,
     )  # fmt: skip
-    text = dumps(best.to_dict(), indent=2)
     if output is not None:
-        _write(output, text)
+        _write(output, best.to_dict())
     if json:
-        typer.echo(text)
+        typer.echo(dumps(best.to_dict(), indent=2))
     else:
         show(picture(best))
     if not best.fits:
@@ -132,11 +131,16 @@ def _suggest(model: str | None, gpu: str | None, use: str | None, as_json: bool)
     show([lines] if rows else ["Nothing well-known runs well here."])
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """Writes a plan through no link, and without the user's home folder."""
+    from json import dumps
+
     from quantry.errors import OutputError
+    from quantry.jobs.output_folder import without_home
+    from quantry.storage import write_named
 
     try:
-        path.write_text(text + "\n", encoding="utf-8")
+        write_named(path, (dumps(without_home(content), indent=2) + "\n").encode())
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}", fix="give -o another file") from error
 

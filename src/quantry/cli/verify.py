@@ -81,11 +81,14 @@ def command(
     json: flags.Json = False,
 ) -> None:
     """Measure what was lost, on the written bytes and in the engine; exit code 1 if the gate fails."""
+    from quantry.jobs.verdict import obstacle
     from quantry.jobs.verify import verify
     from quantry.report import ci
 
     written = {file: make for file, make in ((junit, ci.junit), (markdown, ci.markdown)) if file}
     check_files(written)
+    if record and Path(artefact).expanduser().exists() and (why := obstacle(Path(artefact).expanduser(), output)):
+        typer.echo(f"warning: the verdict will not be recorded: {why}", err=True)
     with steps(quiet=json) as progress:
         proof = verify(
             artefact, reference=reference, text=text, prompts=prompts, tasks=tasks, limit=limit, judge=judge,

@@ -1,5 +1,6 @@
 """What `quantry plan` is asked: options as the user gives them, and the checked request that they become."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,6 +17,7 @@ from quantry.planning.facts import Facts, capability
 from quantry.planning.load import Goals, LoadOptions, read_load
 from quantry.planning.ready import ReadyFiles, ready_files
 from quantry.planning.rules import Use, find_use, needs_remote_code, tier
+from quantry.quantizing.lacks import lacks
 from quantry.quantizing.recipe import Recipe
 from quantry.report.sizes import human
 from quantry.types import Checkpoint, Workload
@@ -119,7 +121,7 @@ def read_request(model: str, checkpoint: Checkpoint, options: PlanOptions) -> Re
         stored=stored,
         ready=None if stored and stored.format == GGUF else ready_files(name, shape),
         goals=load.goals,
-        notes=(*_borrowed(checkpoint), *load.notes),
+        notes=(*_borrowed(checkpoint), *_lacks(checkpoint), *load.notes),
     )
 
 
@@ -127,6 +129,12 @@ def _borrowed(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Says what of the model is taken from the catalogue."""
     sentence = checkpoint.metadata.get("borrowed")
     return (str(sentence),) if sentence else ()
+
+
+def _lacks(checkpoint: Checkpoint) -> Iterator[str]:
+    """Says what a checkpoint lacks to be served; models of the catalogue and GGUF files are known to be."""
+    if checkpoint.format != GGUF and checkpoint.metadata.get("shape", "config") == "config":
+        yield from lacks(checkpoint)
 
 
 def _this_machine() -> Hardware:
