@@ -87,7 +87,7 @@ def _kill_server(name: str, chance: random.Random, intact: Path, place: Path) ->
     case = Case(JOBS["verify"], place)
     if name == "serve":
         port = free_port("127.0.0.1")
-        words = ["serve", str(file), "--port", str(port), "--context", "256", "--threads", "1", "--quiet"]
+        words = ["serve", str(file), "--port", str(port), "--context", "256", "--threads", "1"]
         killed = _kill_after(words, environment, chance.uniform(0.5, 8))
         left = case.orphans()
         return killed, [("orphan", str(left))] if left else []

@@ -181,7 +181,7 @@ def _engine_dies(name: str, chance: random.Random, intact: Path, folder: Path) -
     small = ["--context", "256", "--threads", "1"]
     with serve(file, port=0, threads=1, context=256, parallel=2) as running:
         words = {
-            "serve": ["serve", file, "--port", "0", "--quiet", *small],
+            "serve": ["serve", file, "--port", "0", *small],
             "bench": ["bench", running.url, *load],
             "tune": ["tune", file, "--switches", "prefix-cache", *load, *small],
         }[name]

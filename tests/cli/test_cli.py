@@ -72,7 +72,7 @@ def test_flags_are_frozen() -> None:
             "--api-key", "--batch-tokens", "--cache-gib", "--chunked-prefill", "--context", "--draft", "--draft-tokens",
             "--dry-run", "--dtype", "--eager", "--engine", "--engine-bin", "--engine-python", "--engine-version", "--explain",
             "--head", "--host", "--image", "--json", "--kv", "--log", "--lookup", "--name", "--nodes", "--offload-layers",
-            "--parallel", "--patience", "--pipeline-parallel", "--port", "--prefix-cache", "--quantization", "--quiet",
+            "--parallel", "--patience", "--pipeline-parallel", "--port", "--prefix-cache", "--quantization", "--show-log",
             "--tensor-parallel", "--threads", "--trust-remote-code", "--utilization", "extra", "model",
         ],
         "sweep": [

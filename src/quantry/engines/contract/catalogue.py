@@ -110,6 +110,7 @@ class ServerFacts:
     """How a running server of an engine behaves."""
 
     port: int = 8000
+    page: str | None = None  # the path of a page for people: a chat, or the API to try
     health: str = "/health"  # the path that answers 200 once it serves
     model_name: Literal["given", "lower", "path"] = (
         "given"  # in requests: as chosen, in lower case, or the model's path
