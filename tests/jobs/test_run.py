@@ -395,7 +395,7 @@ def test_whoever_says_no_has_nothing_written(tmp_path: Path) -> None:
         run("demo", tmp_path / "out", confirm=no, **QUICK)
     assert not (tmp_path / "out").exists()
     assert "gguf-q8_0 in llama.cpp" in asked[0]
-    assert "0.01 billion parameters are quantized and 1 windows of 512 tokens are measured" in asked[0]
+    assert "0.01 billion parameters are quantized and 1 window of 512 tokens are measured" in asked[0]
 
 
 # ---- what is chosen ----
