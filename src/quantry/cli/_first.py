@@ -21,10 +21,13 @@ def check_models(*models: str | Path | None) -> None:
 def check_present(*models: str | Path | None) -> None:
     """Raises QuantryError for a model or artefact that is not there."""
     from quantry.models.reader import is_on_hub, local_folder
+    from quantry.models.workspace import check_finished
 
     for model in models:
-        if model is not None and not is_on_hub(model):
-            local_folder(model)
+        if model is not None:
+            check_finished(Path(model).expanduser())
+            if not is_on_hub(model):
+                local_folder(model)
 
 
 def check_given(*files: Path | None) -> None:
