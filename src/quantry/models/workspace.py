@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantry.errors import OutputError, WeightError
+from quantry.errors import OutputError, QuantryError, WeightError
 from quantry.storage import ARTEFACT_FILE, write_atomically
 from quantry.storage.lock import locked
 from quantry.storage.reading import read_json
