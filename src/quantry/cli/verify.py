@@ -8,6 +8,7 @@ import typer
 from quantry.cli import _flags as flags
 from quantry.cli._first import check_gate, check_given, check_present, check_scoring_engine
 from quantry.cli._output import check_files, print_result, steps, table, write_file
+from quantry.report.ci import differing
 from quantry.report.sizes import counted
 
 if TYPE_CHECKING:
@@ -175,6 +176,7 @@ def _answers(proof: "Proof") -> list[str]:
     if proof.prompts:
         asked = counted(proof.prompts["prompts"], "prompt")
         lines.append(f" {proof.prompts['agreement']['value']:.0%} of {asked} answered alike")
+        lines += [f"   {line}" for line in differing(proof.prompts)]
         lines += [f" {warning}" for warning in proof.prompts["warnings"]]
         if proof.prompts["correct"]:
             right = proof.prompts["correct"]
