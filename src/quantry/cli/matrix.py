@@ -17,7 +17,7 @@ Name = Annotated[str, typer.Argument(help="{matrices}.")]
 
 
 def command(name: Name, json: flags.Json = False) -> None:
-    """Show what runs and fits where, and what each method costs; a star marks where the handbook differs."""
+    """Show what runs and fits where, and what each method costs; a star marks what differs from common advice."""
     from quantry.planning.matrices import matrix
 
     tables = matrix(name)
