@@ -14,6 +14,7 @@ from typing import Any
 
 import typer.main
 from api_pages import json_page, python_page
+from benchmark_tables import presets_table, readings_table, speed_table
 from peer_table import peer_table
 from typer.testing import CliRunner
 
@@ -163,7 +164,13 @@ def recorded(name: str) -> str:
     return f"```text\n{(DOCS / 'pictures' / f'{name}.txt').read_text(encoding='utf-8')}```\n"
 
 
-PARTS = {"rooms": _rooms, "table of peers": peer_table}
+PARTS = {
+    "rooms": _rooms,
+    "table of peers": peer_table,
+    "table of speeds": speed_table,
+    "table of presets": presets_table,
+    "table of readings": readings_table,
+}
 PAGES = {
     "reference/commands.md": commands_page,
     "reference/presets.md": presets_page,

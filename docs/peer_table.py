@@ -1,11 +1,9 @@
 """The table of the README against other tools, from benchmarks/results/*.json and nothing else."""
 
-import json
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parents[1] / "benchmarks/results"
+from benchmark_tables import result
+
 HEAD = (
     "| job | size, MiB | KL, theirs | KL, same method | KL, best of Quantry | seconds | peak memory, MiB |\n"
     "|---|---|---|---|---|---|---|"
@@ -26,26 +24,20 @@ def peer_table() -> str:
     return "\n".join([HEAD, *rows, "", NOTE, ""])
 
 
-@cache
-def _result(name: str) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return content
-
-
 def _quality(name: str) -> dict[str, Any]:
     """Returns a row of calibrated_quality.json."""
-    row: dict[str, Any] = next(row for row in _result("calibrated_quality")["rows"] if row["name"] == name)
+    row: dict[str, Any] = next(row for row in result("calibrated_quality")["rows"] if row["name"] == name)
     return row
 
 
 def _auto(part: str, kind: str) -> float:
     """Returns the KL of preset auto within the bytes of a kind."""
-    value: float = _result("bit_budget")["parts"][part]["rows"][f"{kind}-auto"]["kl"]
+    value: float = result("bit_budget")["parts"][part]["rows"][f"{kind}-auto"]["kl"]
     return value
 
 
 def _plain_gguf() -> str:
-    theirs, ours, times = _quality("llamacpp/Q4_K_M-nearest"), _quality("Q4_K_M-nearest"), _result("gguf_peers")
+    theirs, ours, times = _quality("llamacpp/Q4_K_M-nearest"), _quality("Q4_K_M-nearest"), result("gguf_peers")
     steps = times["convert"], times["llama-quantize"]
     seconds = sum(step["seconds"] for step in steps), times["quantry"]["seconds"]
     memory = max(step["peak_anonymous_bytes"] for step in steps), times["quantry"]["peak_anonymous_bytes"]
@@ -59,7 +51,7 @@ def _importance() -> str:
 
 def _fp8() -> str:
     theirs, ours = _quality("llmcompressor/fp8-dynamic-nearest"), _quality("fp8-dynamic-nearest")
-    times = _result("quantize_peers")["fp8"]
+    times = result("quantize_peers")["fp8"]
     sides = times["llm-compressor"], times["quantry"]
     seconds, memory = (tuple(side[key] for side in sides) for key in ("seconds", "peak_anonymous_bytes"))
     return _row("llm-compressor: FP8 *", theirs, ours, None, seconds, memory)
