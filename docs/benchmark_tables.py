@@ -25,7 +25,7 @@ def speed_table() -> str:
         cells = [f"{one['tokens_per_s']:,.0f} tok/s ({one['against_bf16']:.2f} x)" for one in speeds]
         first = f"{row['batches'][batches[-1]]['first_ms']:,.0f} ms"
         weights = f"{row['weights_bytes'] / 2**30:.1f}"
-        lines.append(f"| {' | '.join([name, weights, *cells, first])} |")
+        lines.append(f"| {' | '.join([f'`{name}`', weights, *cells, first])} |")
     return "\n".join([*lines, ""])
 
 
@@ -42,16 +42,16 @@ def readings_table() -> str:
     chosen = [rows[name] for name in READINGS]
     head = f"| preset | mean KL | same first token | perplexity ({chosen[0]['reference_perplexity']:.1f} in 16 bit) |"
     cells = [
-        f"| {row['preset']} | {_kl(row['kl'])} | {row['top1']:.1%} | {row['perplexity']:,.1f} |" for row in chosen
+        f"| `{row['preset']}` | {_kl(row['kl'])} | {row['top1']:.1%} | {row['perplexity']:,.1f} |" for row in chosen
     ]
     return "\n".join([head, "|---" * 4 + "|", *cells, ""])
 
 
 def _preset(row: dict[str, Any]) -> str:
     if "kl" not in row:
-        return f"| {row['preset']} | {row['by']} | | refused | | | | |"
+        return f"| `{row['preset']}` | {row['by']} | | refused | | | | |"
     served = row.get("served") or {}
-    cells = [row["preset"], row["by"], f"{row['bytes']:,}", _kl(row["kl"]), _kl(served.get("kl")), row["engine"]]
+    cells = [f"`{row['preset']}`", row["by"], f"{row['bytes']:,}", _kl(row["kl"]), _kl(served.get("kl")), row["engine"]]
     return f"| {' | '.join(cells)} | {row['top1']:.3f} | {row['perplexity']:.2f} |"
 
 

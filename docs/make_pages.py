@@ -82,7 +82,9 @@ def devices_page() -> str:
 
 def matrices_page() -> str:
     """Returns the tables of `quantry matrix`."""
-    about = "What `quantry matrix` shows. A star marks an answer that differs from what is often said; the reasons follow.\n"
+    about = (
+        "What `quantry matrix` shows. A star marks an answer that differs from what is often said; reasons follow.\n"
+    )
     tables = [table for name in MAKERS for table in matrix(name)]
     return "\n".join([NOTICE, "# Matrices\n", about, *map(_table, tables)])
 

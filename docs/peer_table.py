@@ -8,13 +8,14 @@ HEAD = (
     "| job | size, MiB | KL, theirs | KL, same method | KL, best of Quantry | seconds | peak memory, MiB |\n"
     "|---|---|---|---|---|---|---|"
 )
-NOTE = """KL divergence from the 16-bit model in nats per token (lower is better): SmolLM2-135M, 8 windows of 512 tokens of WikiText-2.
-"Best of Quantry" is `--preset auto` with the other tool's size as its budget; it measures every layer first, and takes longer and more
-memory than the row says. Seconds and memory read *theirs → Quantry*, with the same method, on 2 CPU cores; rows marked * time a 1B
-shape, the others SmolLM2-135M with calibration from nothing. Files:
-[calibrated_quality](benchmarks/results/calibrated_quality.json), [bit_budget](benchmarks/results/bit_budget.json),
-[gguf_peers](benchmarks/results/gguf_peers.json), [quantize_peers](benchmarks/results/quantize_peers.json);
-[how they were measured](docs/explanation/measurements.md)."""
+NOTE = """KL divergence from the 16-bit model in nats per token (lower is better): SmolLM2-135M, 8 windows of 512 tokens
+of WikiText-2. "Best of Quantry" is `--preset auto` with the other tool's size as its budget; it measures
+every layer first, and takes longer and more memory than the row says. Seconds and memory read *theirs →
+Quantry*, with the same method, on 2 CPU cores; rows marked * time a 1B shape, the others SmolLM2-135M with
+calibration from nothing. Files: [calibrated_quality](benchmarks/results/calibrated_quality.json),
+[bit_budget](benchmarks/results/bit_budget.json), [gguf_peers](benchmarks/results/gguf_peers.json),
+[quantize_peers](benchmarks/results/quantize_peers.json); [how they were
+measured](docs/explanation/measurements.md)."""
 OLLAMA = "| Ollama | | | | | not measured: it could not be installed there | |"
 
 
@@ -64,7 +65,7 @@ def _gptq(peer: str) -> str:
 
 
 def _calibrated(job: str, theirs: dict[str, Any], ours: dict[str, Any], best: float) -> str:
-    assert not theirs.get("busy") and not ours.get("busy"), f"{job}: seconds of a busy machine"
+    assert not any(row.get("busy") for row in (theirs, ours)), f"{job}: seconds of a busy machine"
     seconds, memory = ((theirs[key], ours[key]) for key in ("seconds", "peak_resident_bytes"))
     return _row(job, theirs, ours, best, seconds, memory)
 
