@@ -1,18 +1,12 @@
 """The documentation is true: its commands run, its generated pages are current, its links lead somewhere."""
 
 import json
-import os
 import pkgutil
 import re
 import shlex
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from string import Template
 
-import httpx
 import make_pages
 import make_pictures
 import pytest
@@ -21,7 +15,6 @@ import yaml
 import quantry
 from command import command
 from depth import deep
-from quantry.serving.process import free_port
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -37,45 +30,19 @@ FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 FEW = {"run": ["--windows", "2"], "verify": ["--windows", "2"], "diff": ["--windows", "2"], "sweep": ["--windows", "2"]}
 
 
-def test_readme_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an empty folder, as a user would; the hub is out of reach."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("QUANTRY_CACHE", str(tmp_path / "cache"))
-    port = str(free_port("127.0.0.1"))
+def test_readme_commands_run(in_empty_folder: None) -> None:
+    """As a user would, but for the hub, which is out of reach, and for what goes on serving (tests/jobs/test_run.py)."""
     for line in COMMANDS:
         words = shlex.split(line, comments=True)[1:]
         if "owner/name" not in words:
-            assert words[0] == "run"
-            with started([*words, *FEW["run"], "--port", port], tmp_path, port):
-                assert command("chat", f"http://127.0.0.1:{port}", stdin="Hello!\n").returncode == 0
+            done = command(*words, "--no-serve", *FEW[words[0]])
+            assert done.returncode == 0, f"{line}: {done.stderr}"
 
 
-@contextmanager
-def started(words: list[str], folder: Path, port: str) -> Iterator[None]:
-    """A command that goes on serving; it is ended as from a terminal."""
-    argv = [sys.executable, "-m", "quantry", *words]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder)
-    assert process.stdout
-    try:
-        said = ""
-        while f"127.0.0.1:{port}/v1" not in said or not answers(port):
-            said += (line := process.stdout.readline())
-            assert line, f"{words} ended: {said}"
-        yield
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            said, _ = process.communicate(timeout=60)
-        finally:
-            process.kill()
-        assert process.returncode == 130, said
-
-
-def answers(port: str) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
-    except httpx.HTTPError:
-        return False
+@pytest.fixture
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QUANTRY_CACHE", str(tmp_path / "cache"))
 
 
 def test_readme_has_commands() -> None:
@@ -145,26 +112,21 @@ def test_pictures_are_small(picture: str) -> None:
     assert (make_pictures.PICTURES / f"{picture}.png").stat().st_size < 150_000
 
 
-def test_the_workflow_for_ci_runs(tmp_path: Path) -> None:
-    """Its steps, by the shell, on the demo model; only the installation is left out."""
+def test_the_workflow_for_ci_runs(in_empty_folder: None) -> None:
+    """Its commands on the demo model; installing and uploading are left out."""
     workflow = yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))
-    summary = tmp_path / "summary.md"
-    env = {**os.environ, **{name: str(value) for name, value in workflow["env"].items()}}
-    env |= {"MODEL": "demo", "WINDOWS": "2", "GITHUB_STEP_SUMMARY": str(summary)}
-    env |= {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}", "QUANTRY_CACHE": str(tmp_path / "cache")}
-    for step in workflow["jobs"]["verify"]["steps"]:
-        if "run" in step and step["name"] != "Install":
-            done = subprocess.run(["bash", "-ec", step["run"]], cwd=tmp_path, env=env, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
-    assert "KL" in summary.read_text(encoding="utf-8")
+    values = {**workflow["env"], "MODEL": "demo", "WINDOWS": "2"}
+    lines = [step["run"] for step in workflow["jobs"]["verify"]["steps"] if "run" in step]
+    for line in filter(re.compile("quantry ").match, lines):
+        done = command(*shlex.split(Template(line).substitute(values))[1:])
+        assert done.returncode == 0, f"{line}: {done.stderr}"
+    assert "KL" in Path("proof/proof.md").read_text(encoding="utf-8")
 
 
 @deep
 @pytest.mark.parametrize("page", TRIED, ids=lambda page: page.stem)
-def test_commands_of_pages_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of the page, in an empty folder with the files that it speaks of."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("QUANTRY_CACHE", str(tmp_path / "cache"))
+def test_commands_of_pages_run(page: Path, in_empty_folder: None) -> None:
+    """In the order of the page, in a folder with the files that it speaks of."""
     write_data(page.read_text(encoding="utf-8"))
     for line in pages_commands(page):
         words = shlex.split(line.partition(" > ")[0], comments=True)[1:]
