@@ -211,7 +211,7 @@ def _argument(argument: ast.arg, default: ast.expr | None) -> str:
 
 
 def _class(name: str) -> str:
-    kind = getattr(quantry, name)
+    kind: type = getattr(quantry, name)
     return f"### quantry.{name}\n\n{_prose(kind)}\n\n{_fields(kind) if is_dataclass(kind) else ''}"
 
 

@@ -7,7 +7,7 @@ import ast
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from configparser import ConfigParser
 from pathlib import Path
 from typing import Any
@@ -173,7 +173,7 @@ PARTS = {
     "table of presets": presets_table,
     "table of readings": readings_table,
 }
-PAGES = {
+PAGES: dict[str, Callable[[], str]] = {
     "reference/commands.md": commands_page,
     "reference/presets.md": presets_page,
     "reference/devices.md": devices_page,

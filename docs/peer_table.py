@@ -16,7 +16,7 @@ calibration from nothing. Files: [calibrated_quality](benchmarks/results/calibra
 [bit_budget](benchmarks/results/bit_budget.json), [gguf_peers](benchmarks/results/gguf_peers.json),
 [quantize_peers](benchmarks/results/quantize_peers.json); [how they were
 measured](docs/explanation/measurements.md)."""
-OLLAMA = "| Ollama | | | | | not measured: it could not be installed there | |"
+OLLAMA = "| Ollama: not measured, it could not be installed there | | | | | | |"
 
 
 def peer_table() -> str:
