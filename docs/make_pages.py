@@ -18,7 +18,7 @@ from benchmark_tables import presets_table, readings_table, speed_table
 from peer_table import peer_table
 from typer.testing import CliRunner
 
-from quantry.cli import app
+from quantry.cli import app, examples
 from quantry.cli._flags import filled
 from quantry.devices.catalogue import catalogue
 from quantry.planning.matrices import MAKERS, Matrix, matrix
@@ -43,6 +43,7 @@ def commands_page() -> str:
         sections += [
             f"## quantry {name}\n",
             f"{command.help}\n",
+            "\n".join(["```", *examples()[name], "```\n"]),
             "| argument or option | meaning | default |\n|---|---|---|",
             "\n".join(rows) + "\n",
         ]
@@ -83,7 +84,7 @@ def devices_page() -> str:
 def matrices_page() -> str:
     """Returns the tables of `quantry matrix`."""
     about = (
-        "What `quantry matrix` shows. A star marks an answer that differs from what is often said; reasons follow.\n"
+        "What `quantry matrix` shows. A star marks an answer that differs from common advice; reasons follow.\n"
     )
     tables = [table for name in MAKERS for table in matrix(name)]
     return "\n".join([NOTICE, "# Matrices\n", about, *map(_table, tables)])
@@ -111,7 +112,7 @@ def _reason(why: str, cells: list[tuple[str, str, str]], rows: int) -> str:
     if len(columns) == rows and len(set(map(tuple, columns.values()))) == 1:
         where = ", ".join(columns[cells[0][0]])
     said = ", ".join(dict.fromkeys(said for *_, said in cells))
-    return f"- **{where}**: {why}. Often said: {said}."
+    return f"- **{where}**: {why}. Common advice: {said}."
 
 
 def output_of(command: str) -> str:

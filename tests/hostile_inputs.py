@@ -22,12 +22,13 @@ from typing import Any
 import quantry
 from killed_jobs import PRELOAD
 from mutations import damaged_bytes, damaged_json, damaged_safetensors, damaged_toml, hostile_template
+from tiny_models import write_model
 
 SECONDS = 60.0
 MEMORY = 6 << 30  # bytes that a command may map beyond what is imported
 MEMORY_USED = 3 << 30  # bytes that it may use
 DEMO = Path(quantry.__file__).parent / "demo"
-ARTEFACT = "artefact"
+MODELS = {"model": "LlamaForCausalLM", "experts": "Qwen3MoeForCausalLM", "gemma": "Gemma3ForCausalLM"}
 RECIPE = """preset = "w4a16"
 format = "compressed-tensors"
 group = 64
@@ -54,12 +55,31 @@ Words = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A file that is read, and the commands that read it; in their words MODEL, ART, FILE and OUT are paths."""
+    """A file that is read, and the commands that read it.
+
+    In their words MODEL, ART and FILE are what is damaged, OUT is the output, and WHOLE a model that is not damaged.
+    """
 
     source: str  # a folder of `intact`
     file: str
     damage: Callable[[bytes, random.Random], bytes]
     commands: tuple[Words, ...]
+
+    @property
+    def weight(self) -> float:
+        """How often a case is of this kind: less often if all its commands take seconds."""
+        return max(map(_weight, self.commands))
+
+
+def _weight(words: Words) -> float:
+    if "--rounder" in words:
+        return 0.2
+    return (
+        0.05
+        if words[0] in ("sweep", "verify", "run")
+        or (words[0] == "quantize" and not {"--dry-run", "--no-report"} & set(words))
+        else 1.0
+    )
 
 
 MEASURE = ("--windows", "1", "--length", "64")
@@ -68,6 +88,7 @@ ON_MODELS: tuple[Words, ...] = (
     ("inspect", "MODEL"),
     ("plan", "MODEL", "--gpu", "RTX 3060"),
     ("quantize", "MODEL", "-o", "OUT", "--preset", "w8a16"),
+    ("quantize", "MODEL", "-o", "OUT", "--preset", "w8a16", "--no-report"),
     ("quantize", "MODEL", "-o", "OUT", "--preset", "gguf-q4_0", "--no-report"),
     ("sweep", "MODEL", "-o", "OUT", "--presets", "w8a16,gguf-q8_0", "--windows", "1", "--verify-length", "64"),
 )  # fmt: skip
@@ -77,13 +98,15 @@ ON_TOKENIZERS: tuple[Words, ...] = (
     ("sweep", "MODEL", "-o", "OUT", "--presets", "gguf-q8_0", "--windows", "1", "--verify-length", "64"),
 )  # fmt: skip
 ON_ARTEFACTS: tuple[Words, ...] = (
-    ("verify", "ART", "--reference", str(DEMO), *MEASURE),
-    ("verify", "ART", "--reference", str(DEMO), *MEASURE, "--json"),
+    ("verify", "ART", "--reference", "WHOLE", *MEASURE),
+    ("verify", "ART", "--reference", "WHOLE", *MEASURE, "--json"),
     ("serve", "ART", "--dry-run", "--engine", "llama.cpp"),
     ("inspect", "ART"),
 )  # fmt: skip
 KINDS = {
     "config": Kind("model", "config.json", damaged_json, ON_MODELS),
+    "config of experts": Kind("experts", "config.json", damaged_json, ON_MODELS),
+    "config of gemma": Kind("gemma", "config.json", damaged_json, ON_MODELS),
     "generation config": Kind("model", "generation_config.json", damaged_json, ON_TOKENIZERS),
     "safetensors": Kind("model", "model.safetensors", damaged_safetensors, ON_MODELS),
     "tokenizer": Kind("model", "tokenizer.json", damaged_json, ON_TOKENIZERS),
@@ -96,23 +119,28 @@ KINDS = {
     ),
     "recipe": Kind("files", "recipe.toml", damaged_toml, (("quantize", "demo", "-o", "OUT", "--recipe", "FILE", "--dry-run"),)),
     "plan": Kind("files", "plan.json", damaged_json, (("quantize", "demo", "-o", "OUT", "--plan", "FILE", "--dry-run"),)),
-    "sweep": Kind("sweep", "sweep.json", damaged_json, (("sweep", "demo", "-o", "ART", "--presets", "gguf-q8_0", "--windows", "1", "--verify-length", "64"),)),
-    "run": Kind("run", "run.json", damaged_json, (("run", "demo", "-o", "ART", "--yes", "--no-serve", "--windows", "1", "--port", "0"),)),
+    "sweep": Kind("sweep", "sweep.json", damaged_json, (("sweep", "WHOLE", "-o", "ART", "--presets", "gguf-q8_0", "--windows", "1", "--verify-length", "64"),)),
+    "run": Kind("run", "run.json", damaged_json, (("run", "WHOLE", "-o", "ART", "--yes", "--no-serve", "--windows", "1", "--port", "0"),)),
     "chat template": Kind("model", "chat_template.jinja", hostile_template, (("quantize", "MODEL", "-o", "OUT", "--preset", "w4a16", "--rounder", "gptq", "--data", "CHATS", "--no-report", *QUICK),)),
-    "sweep artefact": Kind("sweep", "gguf-q8_0/quantry.json", damaged_json, (("sweep", "demo", "-o", "ART", "--presets", "gguf-q8_0", "--windows", "1", "--verify-length", "64"),)),
+    "sweep artefact": Kind("sweep", "gguf-q8_0/quantry.json", damaged_json, (("sweep", "WHOLE", "-o", "ART", "--presets", "gguf-q8_0", "--windows", "1", "--verify-length", "64"),)),
 }  # fmt: skip
 
 
 def make_intact(folder: Path) -> None:
-    """Writes what is damaged later: a model, artefacts of it, a recipe, a plan, a sweep."""
-    shutil.copytree(DEMO, folder / "model")
-    quantry.quantize("demo", folder / "gguf", preset="gguf-q8_0")
-    quantry.quantize("demo", folder / "folder", preset="w8a16")
-    quantry.sweep("demo", folder / "sweep", presets="gguf-q8_0", windows=1, verify_length=64)
+    """Writes what is damaged later: tiny models, artefacts of one, a recipe, a plan, a sweep."""
+    for name, architecture in MODELS.items():
+        (folder / name).mkdir()
+        write_model(folder / name, architecture, hidden_size=128, intermediate_size=128)  # whole groups of 128
+        for file in ("chat_template.jinja", "generation_config.json"):
+            shutil.copy(DEMO / file, folder / name)
+    model = folder / "model"
+    quantry.quantize(model, folder / "gguf", preset="gguf-q8_0")
+    quantry.quantize(model, folder / "folder", preset="w8a16")
+    quantry.sweep(model, folder / "sweep", presets="gguf-q8_0", windows=1, verify_length=64)
     (folder / "files").mkdir()
     (folder / "files" / "recipe.toml").write_text(RECIPE)
     (folder / "files" / "chats.jsonl").write_text((json.dumps(CHAT) + "\n") * 40)
-    quantry.run("demo", folder / "run", serve=False, windows=1, port=0)
+    quantry.run(model, folder / "run", serve=False, windows=1, port=0)
     plan = quantry.plan("demo", gpu="RTX 3060").to_dict()
     read = {
         "model": plan["model"],
@@ -158,9 +186,12 @@ def run(kind: Kind, number: int, intact: Path, folder: Path) -> Ending:
         "ART": place,
         "FILE": file,
         "OUT": folder / "out",
+        "WHOLE": intact / "model",
         "CHATS": intact / "files" / "chats.jsonl",
     }
-    words = tuple(str(paths.get(word, word)) for word in chance.choice(kind.commands))
+    words = tuple(
+        str(paths.get(word, word)) for word in chance.choices(kind.commands, [*map(_weight, kind.commands)])[0]
+    )
     return run_words(words, folder)
 
 

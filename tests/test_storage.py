@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from quantry.jobs.output_folder import without_home
 from quantry.storage import write_atomically, write_together
 
 
@@ -22,6 +23,14 @@ def test_a_link_is_replaced_and_never_followed(tmp_path: Path, link: str, make: 
     assert not (folder / "note.json").is_symlink()
     assert (folder / "note.json").read_bytes() == b"new"
     assert [file.name for file in folder.iterdir()] == ["note.json"]
+
+
+def test_home_is_a_path_and_not_a_part_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/root")
+    told = {"a": ["/root/m", "x=/root/m", "file:///root/m", "two\n/root/m in /root."], "b": [1, None, True]}
+    assert without_home(told) == {"a": ["~/m", "x=~/m", "file://~/m", "two\n~/m in ~."], "b": [1, None, True]}
+    other = ["/data/root/m", "/data//root/m", "/root2/m", "/root.d/m", "a~/root/m"]
+    assert without_home(other) == other
 
 
 def test_files_that_belong_together_are_all_written_or_none(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """The worst day, by the thousand: kills, hostile inputs, full disks, little memory, shared outputs, a loaded server.
 
-    PYTHONPATH=tests:benchmarks python -m campaign [PARTS] [--kills 200] [--cases 20000] [--minutes 10] [--first 0]
+    PYTHONPATH=tests:benchmarks python -m campaign [PARTS] [--kills 200] [--cases 20000] [--workers 2] [--first 0]
 
-Each part can be run alone, with smaller numbers, and again: counts of one day, machine and version of Quantry are added
+Each part can be run alone, with smaller numbers, and again: counts of one commit, machine and set of versions are added
 up in benchmarks/results/campaign.json. Zero of every count in `faults` is the goal; `seen` names the seed of each.
 """
 
@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -18,12 +19,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import quantry
 from campaign.crowd import crowd
 from campaign.hostile import hostile
-from campaign.jobs import JOBS
+from campaign.jobs import DEMO, JOBS
 from campaign.kills import kills
 from campaign.limits import disks, memories
 from campaign.sharing import engines, sharing
+from campaign.workers import Workers
 from hostile_inputs import make_intact
 
 RESULTS = Path(__file__).parents[1] / "results" / "campaign.json"
@@ -38,11 +41,13 @@ def main() -> None:
         folder = Path(name)
         (folder / "intact").mkdir()
         make_intact(folder / "intact")
-        for part, run in _parts(asked, folder / "intact", folder / "cases").items():
+        quantry.quantize("demo", folder / "intact" / DEMO, preset="gguf-q8_0")
+        workers = Workers(folder / "cases", asked.workers, asked.seconds)
+        for part, run in _parts(asked, folder / "intact", workers).items():
             if part in asked.parts or not asked.parts:
                 counts = run()
                 faults += sum(counts["faults"].values())
-                _add(asked.output, part, counts)
+                _add(asked.output, part, counts, asked.commit)
                 print(json.dumps({part: counts}), flush=True)
     sys.exit(bool(faults))
 
@@ -57,28 +62,37 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=10, help="of sharing and of killed engines")
     parser.add_argument("--jobs", default=",".join(JOBS), help="of disks and memories")
     parser.add_argument("--minutes", type=float, default=10, help="of load on a server")
+    parser.add_argument("--workers", type=int, default=1, help="cases at once")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no case begins")
+    parser.add_argument("--commit", default=_commit(), help="of Quantry, where it is no checkout")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("-o", "--output", type=Path, default=RESULTS)
     return parser.parse_args()
 
 
-def _parts(asked: argparse.Namespace, intact: Path, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
+def _parts(asked: argparse.Namespace, intact: Path, workers: Workers) -> dict[str, Callable[[], dict[str, Any]]]:
     first = asked.first
     return {
-        "kills": lambda: kills(asked.kills, first, intact, folder),
-        "hostile": lambda: hostile(asked.cases, first, intact, folder),
-        "disks": lambda: disks(asked.jobs.split(","), intact, folder),
-        "memories": lambda: memories(asked.jobs.split(","), intact, folder),
-        "sharing": lambda: sharing(asked.rounds, first, intact, folder),
-        "engines": lambda: engines(asked.rounds, intact, folder),
-        "crowd": lambda: crowd(asked.minutes, first, intact, folder),
+        "kills": lambda: kills(asked.kills, first, intact, workers),
+        "hostile": lambda: hostile(asked.cases, first, intact, workers),
+        "disks": lambda: disks(asked.jobs.split(","), intact, workers),
+        "memories": lambda: memories(asked.jobs.split(","), intact, workers),
+        "sharing": lambda: sharing(asked.rounds, first, intact, workers),
+        "engines": lambda: engines(asked.rounds, first, intact, workers),
+        "crowd": lambda: crowd(asked.minutes, first, intact, workers.folder),
     }
 
 
-def _add(file: Path, part: str, counts: dict[str, Any]) -> None:
+def _commit() -> str:
+    words = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def _add(file: Path, part: str, counts: dict[str, Any], commit: str) -> None:
     """Adds counts to those of the same part, if they are of the same versions; replaces them otherwise."""
     known = json.loads(file.read_text()) if file.is_file() else {}
-    versions = {name: version(name) for name in PACKAGES} | {"python": platform.python_version()}
+    versions = {name: version(name) for name in PACKAGES} | {"python": platform.python_version(), "commit": commit}
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
     before = known.get(part, {})
     same = before.get("versions") == versions and before.get("machine") == machine

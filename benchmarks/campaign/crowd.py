@@ -17,6 +17,7 @@ from pathlib import Path
 from threading import Event, Lock, Semaphore, Thread
 from typing import Any
 
+from campaign.jobs import DEMO
 from quantry.serving.prepare import serve
 from quantry.serving.process import Running
 
@@ -42,7 +43,7 @@ MEMORY = 8 << 30  # bytes that requests may take here; the machine has other use
 
 def crowd(minutes: float, first: int, intact: Path, folder: Path) -> dict[str, Any]:
     """Keeps a server under load and returns the counts of requests, their answers and faults."""
-    file = next((intact / "gguf").glob("*.gguf"))
+    file = next((intact / DEMO).glob("*.gguf"))
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "engine.log"
     with serve(file, port=0, threads=1, context=512, parallel=4, log=log) as running:

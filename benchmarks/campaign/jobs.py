@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,8 @@ MEASURE = ("--windows", "1", "--length", "64")
 CALIBRATED = ("--samples", "2", "--length", "64")
 GONE = 10.0  # seconds for processes of a killed job to be gone
 PATIENCE = 240.0
+DEMO = "demo-q8_0"  # the folder of `intact` with an artefact of the demo model
+Faults = list[tuple[str, str]]  # class and words of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,8 @@ JOBS = {
     "quantize calibrated": Job(
         ("quantize", "demo", "-o", "OUT", "--preset", "w4a16", "--rounder", "gptq", "--no-report", *CALIBRATED)
     ),
-    "verify": Job(("verify", "ART", "--reference", "demo", "--gate", "draft", *MEASURE), "gguf", "ART"),
-    "convert": Job(("convert", "ART", "-o", "OUT", "--to", "bf16"), "gguf"),
+    "verify": Job(("verify", "ART", "--reference", "demo", "--gate", "draft", *MEASURE), DEMO, "ART"),
+    "convert": Job(("convert", "ART", "-o", "OUT", "--to", "bf16"), DEMO),
     "sweep": Job(
         ("sweep", "demo", "-o", "OUT", "--presets", "w8a16,gguf-q8_0", "--windows", "1", "--verify-length", "64")
     ),
@@ -73,6 +74,18 @@ class Case:
 
     def run(self, **limits: int) -> Ending:
         return run_words(self.words, self.folder, seconds=PATIENCE, **limits)
+
+    def again(self, expected: dict[str, str]) -> "Faults":
+        """Runs the same command again, without a limit: it must end well, with the bytes of a job that nothing hit."""
+        ending = self.run()
+        faults = [("fault", ending.fault)] if ending.fault else []
+        if ending.code == 2:
+            faults.append(("refused", ending.errors))
+        elif not ending.fault and self.written() != expected:
+            faults.append(("lost", f"{self.written()} instead of {expected}"))
+        if left := self.leftovers():
+            faults.append(("left behind", str(left)))
+        return faults
 
     def written(self) -> dict[str, str]:
         """Returns what must be the same whenever the job is done: hashes of weights and configs, and the verdict."""
@@ -120,6 +133,3 @@ def _processes_of(folder: Path) -> list[int]:
             except OSError:
                 continue
     return found
-
-
-Tell = Callable[[str], None]

@@ -10,7 +10,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from campaign.jobs import JOBS, Case
+from campaign.jobs import DEMO, JOBS, Case, Faults, Job
+from campaign.workers import Once, Workers
 from quantry.serving.prepare import serve
 from quantry.serving.process import free_port
 
@@ -18,7 +19,7 @@ CLASSES = ("lost", "looks whole", "refused", "fault", "orphan", "left behind")
 LOAD = ("--concurrency", "2", "--prompt-tokens", "16", "--answer-tokens", "32", "--requests", "200")
 
 
-def kills(count: int, first: int, intact: Path, folder: Path) -> dict[str, Any]:
+def kills(count: int, first: int, intact: Path, workers: Workers) -> dict[str, Any]:
     """Kills `count` jobs, of every kind in turn; returns counts by kind and by class of failure."""
     names = [*JOBS, "serve", "bench"]
     counts: dict[str, Any] = {
@@ -27,15 +28,16 @@ def kills(count: int, first: int, intact: Path, folder: Path) -> dict[str, Any]:
         "faults": Counter(dict.fromkeys(CLASSES, 0)),
     }
     counts["seen"] = []
-    known: dict[str, tuple[dict[str, str], float]] = {}
-    for number in range(first, first + count):
-        name = names[number % len(names)]
-        chance = random.Random(f"kill {number}")
-        place = folder / "case"
+    known = Once()
+
+    def kill(number: int, place: Path) -> tuple[int, bool, Faults]:
+        name, chance = names[number % len(names)], random.Random(f"kill {number}")
         if name in JOBS:
-            killed, faults = _kill_job(name, chance, known, intact, place)
-        else:
-            killed, faults = _kill_server(name, chance, intact, place)
+            return number, *_kill_job(name, chance, known, intact, place)
+        return number, *_kill_server(name, chance, intact, place)
+
+    for number, killed, faults in workers.each(range(first, first + count), kill):
+        name = names[number % len(names)]
         counts["killed" if killed else "ended first"][name] += 1
         for kind, words in faults:
             counts["faults"][kind] += 1
@@ -44,23 +46,16 @@ def kills(count: int, first: int, intact: Path, folder: Path) -> dict[str, Any]:
     return counts
 
 
-def _kill_job(
-    name: str, chance: random.Random, known: dict[str, tuple[dict[str, str], float]], intact: Path, place: Path
-) -> tuple[bool, list[tuple[str, str]]]:
+def _kill_job(name: str, chance: random.Random, known: Once, intact: Path, place: Path) -> tuple[bool, Faults]:
     """Kills one job at a random moment of its time; returns if it was killed in time, and what went wrong."""
-    if name not in known:
-        whole = Case.fresh(JOBS[name], intact, place)
-        ending = whole.run()
-        assert not ending.fault, ending
-        known[name] = (whole.written(), ending.seconds)
-    expected, seconds = known[name]
+    expected, seconds = known.get(name, lambda: _whole(JOBS[name], intact, place))
     case = Case.fresh(JOBS[name], intact, place)
     job = case.start()
     time.sleep(chance.uniform(0, seconds))
     job.child.kill()
     job.child.join()
     killed = job.child.exitcode == -signal.SIGKILL
-    faults = [("orphan", str(case.orphans()))] if case.orphans() else []
+    faults = [("orphan", str(left))] if (left := case.orphans()) else []
     out = case.output
     before = case.written()
     if (
@@ -72,27 +67,27 @@ def _kill_job(
         and before != expected
     ):
         faults.append(("looks whole", str(before)))
-    again = case.run()
-    if again.fault:
-        faults.append(("fault", again.fault))
-    elif again.code == 2:
-        faults.append(("refused", again.errors))
-    elif case.written() != expected:
-        faults.append(("lost", f"{case.written()} instead of {expected}"))
-    if left := case.leftovers():
-        faults.append(("left behind", str(left)))
+    faults += case.again(expected)
     return killed, faults
 
 
-def _kill_server(name: str, chance: random.Random, intact: Path, place: Path) -> tuple[bool, list[tuple[str, str]]]:
+def _whole(job: Job, intact: Path, place: Path) -> tuple[dict[str, str], float]:
+    """Returns what a job writes that nothing hits, and its seconds."""
+    case = Case.fresh(job, intact, place)
+    ending = case.run()
+    assert not ending.fault, ending
+    return case.written(), ending.seconds
+
+
+def _kill_server(name: str, chance: random.Random, intact: Path, place: Path) -> tuple[bool, Faults]:
     """Kills `quantry serve`, or a `quantry bench` of a server, which must go on."""
     place.mkdir(parents=True, exist_ok=True)
-    file = next((intact / "gguf").glob("*.gguf"))
+    file = next((intact / DEMO).glob("*.gguf"))
     environment = {**os.environ, "QUANTRY_CACHE": str(place / "cache"), "HF_HUB_OFFLINE": "1"}
     case = Case(JOBS["verify"], place)
     if name == "serve":
         port = free_port("127.0.0.1")
-        words = ["serve", str(file), "--port", str(port), "--context", "256", "--threads", "1", "--quiet"]
+        words = ["serve", str(file), "--port", str(port), "--context", "256", "--threads", "1"]
         killed = _kill_after(words, environment, chance.uniform(0.5, 8))
         left = case.orphans()
         return killed, [("orphan", str(left))] if left else []

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from campaign.jobs import JOBS, Case
+from campaign.jobs import JOBS, Case, Faults
+from campaign.workers import Once, Workers
 from hostile_inputs import MEMORY, Ending
 
 CLASSES = ("lost", "looks whole", "refused", "fault", "left behind")
@@ -18,38 +19,42 @@ MEMORIES = (16 << 20, 64 << 20, 128 << 20, 256 << 20, 512 << 20, 1 << 30, 2 << 3
 ROOM = 1 << 30
 
 
-def disks(names: list[str], intact: Path, folder: Path) -> dict[str, Any]:
+def disks(names: list[str], intact: Path, workers: Workers) -> dict[str, Any]:
     """Runs every job with each place on a small disk, then with room."""
     counts = _counts()
-    if not _can_mount(folder):
+    if not _can_mount(workers.folder):
         return {**counts, "skipped": "no tmpfs can be mounted: this needs root"}
-    for name in names:
-        job = JOBS[name]
-        expected = _expected(name, intact, folder)
-        for place in PLACES:
-            for size in SIZES if place == "place" else SIZES[:4]:
-                case = Case.fresh(job, intact, folder)
-                with _disk(case.folder / place, size) as disk:
-                    first = case.run()
-                    faults = _judge(case, first, expected)
-                    subprocess.run(["mount", "-o", f"remount,size={ROOM}", str(disk)], check=True)
-                    faults += _again(case, expected)
-                _note(counts, faults, first, {"job": name, "place": place, "bytes": size})
-    return counts
+    known = Once()
+    tasks = [
+        (name, place, size) for name in names for place in PLACES for size in (SIZES if place == "place" else SIZES[:4])
+    ]
+
+    def fill(task: tuple[str, str, int], folder: Path) -> tuple[Faults, Ending, dict[str, Any]]:
+        name, place, size = task
+        expected = known.get(name, lambda: _expected(name, intact, folder))
+        case = Case.fresh(JOBS[name], intact, folder)
+        with _disk(case.folder / place, size) as disk:
+            first = case.run()
+            faults = _judge(case, first, expected)
+            subprocess.run(["mount", "-o", f"remount,size={ROOM}", str(disk)], check=True)
+            faults += case.again(expected)
+        return faults, first, {"job": name, "place": place, "bytes": size}
+
+    return _noted(counts, workers.each(tasks, fill))
 
 
-def memories(names: list[str], intact: Path, folder: Path) -> dict[str, Any]:
+def memories(names: list[str], intact: Path, workers: Workers) -> dict[str, Any]:
     """Runs every job with little memory (as with ulimit -v), then with enough."""
-    counts = _counts()
-    for name in names:
-        job = JOBS[name]
-        expected = _expected(name, intact, folder)
-        for memory in MEMORIES:
-            case = Case.fresh(job, intact, folder)
-            first = case.run(memory=memory)
-            faults = _judge(case, first, expected) + _again(case, expected)
-            _note(counts, faults, first, {"job": name, "memory": memory})
-    return counts
+    known = Once()
+
+    def limit(task: tuple[str, int], folder: Path) -> tuple[Faults, Ending, dict[str, Any]]:
+        name, memory = task
+        expected = known.get(name, lambda: _expected(name, intact, folder))
+        case = Case.fresh(JOBS[name], intact, folder)
+        first = case.run(memory=memory)
+        return _judge(case, first, expected) + case.again(expected), first, {"job": name, "memory": memory}
+
+    return _noted(_counts(), workers.each([(name, memory) for name in names for memory in MEMORIES], limit))
 
 
 def _counts() -> dict[str, Any]:
@@ -63,7 +68,7 @@ def _expected(name: str, intact: Path, folder: Path) -> dict[str, str]:
     return case.written()
 
 
-def _judge(case: Case, ending: Ending, expected: dict[str, str]) -> list[tuple[str, str]]:
+def _judge(case: Case, ending: Ending, expected: dict[str, str]) -> Faults:
     """Returns what is wrong with a job that ended early, or in spite of the limit."""
     faults = [("fault", ending.fault)] if ending.fault else []
     out = case.output
@@ -75,25 +80,15 @@ def _judge(case: Case, ending: Ending, expected: dict[str, str]) -> list[tuple[s
     return faults
 
 
-def _again(case: Case, expected: dict[str, str]) -> list[tuple[str, str]]:
-    ending = case.run()
-    faults = [("fault", ending.fault)] if ending.fault else []
-    if ending.code == 2:
-        faults.append(("refused", ending.errors))
-    elif case.written() != expected:
-        faults.append(("lost", f"{case.written()} instead of {expected}"))
-    if left := case.leftovers():
-        faults.append(("left behind", str(left)))
-    return faults
-
-
-def _note(counts: dict[str, Any], faults: list[tuple[str, str]], ending: Ending, what: dict[str, Any]) -> None:
-    counts["cases"] += 1
-    counts["codes"][str(ending.code)] += 1
-    for kind, words in faults:
-        counts["faults"][kind] += 1
-        counts["seen"].append({**what, "class": kind, "words": words[:300]})
-        print(counts["seen"][-1], flush=True)
+def _noted(counts: dict[str, Any], cases: Iterator[tuple[Faults, Ending, dict[str, Any]]]) -> dict[str, Any]:
+    for faults, ending, what in cases:
+        counts["cases"] += 1
+        counts["codes"][str(ending.code)] += 1
+        for kind, words in faults:
+            counts["faults"][kind] += 1
+            counts["seen"].append({**what, "class": kind, "words": words[-300:]})
+            print(counts["seen"][-1], flush=True)
+    return counts
 
 
 @contextmanager

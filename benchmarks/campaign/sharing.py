@@ -11,16 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from campaign.jobs import JOBS, Case, Job
-from hostile_inputs import Ending
+from campaign.jobs import JOBS, Case, Faults, Job
+from campaign.workers import Workers
+from hostile_inputs import Started
 from quantry.serving.prepare import serve
 
 CLASSES = ("lost", "looks whole", "refused", "fault", "orphan", "left behind", "wrong pass")
 CALIBRATED = JOBS["quantize calibrated"]
-Faults = list[tuple[str, str]]
 
 
-def sharing(rounds: int, first: int, intact: Path, folder: Path) -> dict[str, Any]:
+def sharing(rounds: int, first: int, intact: Path, workers: Workers) -> dict[str, Any]:
     """Runs every way of sharing `rounds` times."""
     ways: dict[str, Callable[[random.Random, Path, Path], Faults]] = {
         "two jobs, one output": _one_output,
@@ -30,28 +30,33 @@ def sharing(rounds: int, first: int, intact: Path, folder: Path) -> dict[str, An
         "SIGTERM": _terminated,
         "SIGSTOP": _stopped,
     }
-    return _rounds(rounds, first, ways, intact, folder)
+    return _rounds(rounds, first, ways, intact, workers)
 
 
-def engines(rounds: int, intact: Path, folder: Path) -> dict[str, Any]:
+def engines(rounds: int, first: int, intact: Path, workers: Workers) -> dict[str, Any]:
     """Kills the engine under serve, bench and tune, and the command above it."""
     ways: dict[str, Callable[[random.Random, Path, Path], Faults]] = {
         "serve": lambda chance, intact, place: _engine_dies("serve", chance, intact, place),
         "bench": lambda chance, intact, place: _engine_dies("bench", chance, intact, place),
         "tune": lambda chance, intact, place: _engine_dies("tune", chance, intact, place),
     }
-    return _rounds(rounds, 0, ways, intact, folder)
+    return _rounds(rounds, first, ways, intact, workers)
 
 
-def _rounds(rounds: int, first: int, ways: dict[str, Any], intact: Path, folder: Path) -> dict[str, Any]:
+def _rounds(rounds: int, first: int, ways: dict[str, Any], intact: Path, workers: Workers) -> dict[str, Any]:
     counts: dict[str, Any] = {"cases": Counter(), "faults": Counter(dict.fromkeys(CLASSES, 0)), "seen": []}
-    for number in range(first, first + rounds):
-        for name, way in ways.items():
-            counts["cases"][name] += 1
-            for kind, words in way(random.Random(f"{name} {number}"), intact, folder):
-                counts["faults"][kind] += 1
-                counts["seen"].append({"way": name, "seed": number, "class": kind, "words": words[:300]})
-                print(counts["seen"][-1], flush=True)
+
+    def go(task: tuple[int, str], place: Path) -> tuple[int, str, Faults]:
+        number, name = task
+        return number, name, ways[name](random.Random(f"{name} {number}"), intact, place / "case")
+
+    tasks = [(number, name) for number in range(first, first + rounds) for name in ways]
+    for number, name, faults in workers.each(tasks, go):
+        counts["cases"][name] += 1
+        for kind, words in faults:
+            counts["faults"][kind] += 1
+            counts["seen"].append({"way": name, "seed": number, "class": kind, "words": words[:300]})
+            print(counts["seen"][-1], flush=True)
     return counts
 
 
@@ -137,26 +142,18 @@ def _changing(chance: random.Random, intact: Path, folder: Path) -> Faults:
 
 
 def _terminated(chance: random.Random, intact: Path, folder: Path) -> Faults:
-    name = chance.choice([name for name, job in JOBS.items() if job.output])
-    wanted = _whole(JOBS[name], intact, folder)
-    case = Case.fresh(JOBS[name], intact, folder)
-    job = case.start()
-    time.sleep(chance.uniform(0.3, 4))
+    case, wanted, job = _at_work(chance, intact, folder)
     os.kill(job.child.pid, signal.SIGTERM)
     ending = job.ended(60)
     faults: Faults = (
         [] if ending.code in (0, 1, 143, -15) and "Traceback" not in ending.errors else [("fault", str(ending))]
     )
     faults += [("orphan", str(left))] if (left := case.orphans()) else []
-    return faults + _then(case, wanted)
+    return faults + case.again(wanted)
 
 
 def _stopped(chance: random.Random, intact: Path, folder: Path) -> Faults:
-    name = chance.choice([name for name, job in JOBS.items() if job.output])
-    wanted = _whole(JOBS[name], intact, folder)
-    case = Case.fresh(JOBS[name], intact, folder)
-    job = case.start()
-    time.sleep(chance.uniform(0.3, 4))
+    case, wanted, job = _at_work(chance, intact, folder)
     os.kill(job.child.pid, signal.SIGSTOP)
     time.sleep(3)
     os.kill(job.child.pid, signal.SIGCONT)
@@ -165,12 +162,14 @@ def _stopped(chance: random.Random, intact: Path, folder: Path) -> Faults:
     return faults + ([] if case.written() == wanted else [("lost", "other bytes than alone")])
 
 
-def _then(case: Case, wanted: dict[str, str]) -> Faults:
-    again: Ending = case.run()
-    faults: Faults = [("fault", again.fault)] if again.fault else []
-    faults += [("refused", again.errors)] if again.code == 2 else []
-    faults += [("lost", "other bytes than alone")] if again.code in (0, 1) and case.written() != wanted else []
-    return faults + ([("left behind", str(left))] if (left := case.leftovers()) else [])
+def _at_work(chance: random.Random, intact: Path, folder: Path) -> tuple[Case, dict[str, str], Started]:
+    """Starts one of the jobs with an output and returns it some seconds later, with what it should write."""
+    name = chance.choice([name for name, job in JOBS.items() if job.output])
+    wanted = _whole(JOBS[name], intact, folder)
+    case = Case.fresh(JOBS[name], intact, folder)
+    job = case.start()
+    time.sleep(chance.uniform(0.3, 4))
+    return case, wanted, job
 
 
 def _engine_dies(name: str, chance: random.Random, intact: Path, folder: Path) -> Faults:
@@ -182,7 +181,7 @@ def _engine_dies(name: str, chance: random.Random, intact: Path, folder: Path) -
     small = ["--context", "256", "--threads", "1"]
     with serve(file, port=0, threads=1, context=256, parallel=2) as running:
         words = {
-            "serve": ["serve", file, "--port", "0", "--quiet", *small],
+            "serve": ["serve", file, "--port", "0", *small],
             "bench": ["bench", running.url, *load],
             "tune": ["tune", file, "--switches", "prefix-cache", *load, *small],
         }[name]

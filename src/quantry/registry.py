@@ -13,7 +13,8 @@ plug-in of another package is held to the same contract and cannot take the name
 """
 
 import ast
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
@@ -82,6 +83,22 @@ def check(what: str, name: str, known: Collection[str]) -> None:
         raise UnknownNameError(f"unknown {what} {name!r}", fix=suggest(name, tuple(known)))
 
 
+def resolve(what: str, name: str, known: Collection[str], also: Mapping[str, str] | None = None) -> str:
+    """Returns the known name that somebody means: case and the signs between letters do not matter.
+
+    `also` has more names for known ones. Raises UnknownNameError, which suggests a known name, for any other.
+
+    >>> resolve("engine", "LlamaCPP", ["llama.cpp", "vllm"])
+    'llama.cpp'
+    """
+    if name in known:
+        return name
+    plain = {_plain(each): target for each, target in (also or {}).items()} | {_plain(each): each for each in known}
+    if _plain(name) not in plain:
+        check(what, name, known)
+    return plain[_plain(name)]
+
+
 def suggest(name: str, known: tuple[str, ...]) -> str:
     """The closest of the known names, or all of them."""
     close = get_close_matches(name, known, n=3, cutoff=0.6)
@@ -104,6 +121,10 @@ def _others(package: str) -> dict[str, str]:
     if _room(package) not in OPEN:
         return {}
     return {point.name: point.value for point in entry_points(group=f"quantry.{_room(package)}")}
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9+]", "", name.lower())
 
 
 def _room(package: str) -> str:

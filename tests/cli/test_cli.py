@@ -12,7 +12,8 @@ import typer.main
 import quantry
 from command import command, imported, process
 from quantry import registry
-from quantry.cli import _flags, app
+from quantry.cli import _flags, app, examples, groups
+from quantry.cli._welcome import TITLES
 from quantry.errors import UnknownNameError
 from tiny_files import LLAMA, MakeFolder
 
@@ -71,7 +72,7 @@ def test_flags_are_frozen() -> None:
             "--api-key", "--batch-tokens", "--cache-gib", "--chunked-prefill", "--context", "--draft", "--draft-tokens",
             "--dry-run", "--dtype", "--eager", "--engine", "--engine-bin", "--engine-python", "--engine-version", "--explain",
             "--head", "--host", "--image", "--json", "--kv", "--log", "--lookup", "--name", "--nodes", "--offload-layers",
-            "--parallel", "--patience", "--pipeline-parallel", "--port", "--prefix-cache", "--quantization", "--quiet",
+            "--parallel", "--patience", "--pipeline-parallel", "--port", "--prefix-cache", "--quantization", "--show-log",
             "--tensor-parallel", "--threads", "--trust-remote-code", "--utilization", "extra", "model",
         ],
         "sweep": [
@@ -85,9 +86,10 @@ def test_flags_are_frozen() -> None:
             "--tokenizer", "--utilization", "-o", "artefact", "extra",
         ],
         "verify": [
-            "--device", "--engine", "--engine-python", "--gate", "--json", "--judge", "--judge-key", "--judge-model", "--length",
-            "--limit", "--max-tokens", "--output", "--prompts", "--record", "--reference", "--report", "--tasks", "--text",
-            "--windows", "-o", "artefact",
+            "--device", "--engine", "--engine-python", "--gate", "--json", "--judge", "--judge-key", "--judge-model", "--junit",
+            "--length", "--limit", "--markdown", "--max-kl", "--max-perplexity-ratio", "--max-tokens", "--min-top1",
+            "--output", "--prompts", "--record", "--reference", "--report", "--tasks", "--text", "--windows", "-o",
+            "artefact",
         ],
     }  # fmt: skip
 
@@ -222,6 +224,36 @@ def test_unknown_plugin_is_answered_with_the_choices() -> None:
 
 def test_version() -> None:
     assert command("--version").stdout == f"quantry {quantry.__version__}\n"
+
+
+def test_versions_for_a_bug_report_name_engines_and_no_path() -> None:
+    shown = dict(line.split(maxsplit=1) for line in command("--version", "-v").stdout.splitlines())
+    assert shown["quantry"] == quantry.__version__
+    assert "xllamacpp" in command("--version", "-v").stdout
+    assert str(Path.home()) not in str(shown)
+
+
+def test_quantry_alone_shows_six_commands_with_an_example_each() -> None:
+    shown = command()
+    lines = [line.split()[1] for line in shown.stdout.splitlines() if line.startswith("  quantry ")]
+    assert (shown.returncode, lines) == (0, ["run", "plan", "quantize", "verify", "serve", "chat"])
+
+
+def test_every_command_has_a_group_and_examples_that_its_help_shows() -> None:
+    assert set(groups().values()) == set(TITLES)
+    for name, lines in examples().items():
+        assert lines
+        assert all(line.startswith(f"quantry {name} ") or line == f"quantry {name}" for line in lines), name
+    page = command("convert", "--help").stdout
+    assert all(f"  {line}\n" in page for line in examples()["convert"])
+    assert "<bool>" not in page
+
+
+def test_tokens_may_be_written_as_people_write_them() -> None:
+    assert [_flags.token_count(text) for text in ("8192", "8k", "8K", " 1m ")] == [8192, 8192, 8192, 1 << 20]
+    refused = command("plan", "demo", "--context", "8x")
+    assert refused.returncode == 2
+    assert "'8x' is no number of tokens" in refused.stderr
 
 
 def test_no_module_hides_a_function() -> None:

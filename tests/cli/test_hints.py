@@ -18,14 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import typer.main
 from typer._click.exceptions import ClickException
 
 from quantry import registry
-from quantry.cli import app
+from quantry.cli import app, examples
 from quantry.engines.contract.catalogue import engines
 from quantry.proof.gate import uses as gates
 from quantry.quantizing.recipe import presets
+from quantry.storage import read_data
 
 ROOT = Path(__file__).parents[2]
 GAP = "\x00"  # a placeholder of an f-string
@@ -38,7 +40,7 @@ ARGUMENT = re.compile(rf"{GAP}|[A-Z_]{{2,}}[\w./]*|https?://\S+|[\w.-]+/[\w./-]+
 KNOWN: dict[
     str, Callable[[], Collection[str]]
 ] = {  # values that are names of something; the rest is left to the parser
-    "preset": lambda: {*presets(), "auto"},
+    "preset": lambda: {*presets(), "auto", *read_data("quantry", "preset_names.toml")},
     "format": lambda: registry.choices("quantry.formats"),
     "rounder": lambda: registry.choices("quantry.methods.rounders"),
     "to": lambda: {*registry.choices("quantry.formats"), "bf16", "fp16"} - {"gguf"},
@@ -73,6 +75,8 @@ def problem(hint: Hint) -> str | None:
             context = command.make_context(name, [*filled, *_required(command, arguments)])
     except ClickException as error:
         return error.format_message()
+    except typer.Exit:  # help was asked for, and shown
+        return None
     for option, known in KNOWN.items():
         value = context.params.get(option)
         if value is not None and value in arguments and value != value.upper() and value not in known():
@@ -277,3 +281,9 @@ def faults(code: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str
     path = folder / "planted.py"
     path.write_text(code.replace('fix="', 'x = "'), encoding="utf-8")
     return [problem(hint) for hint in in_source(path)]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_example_of_help_is_taken(name: str) -> None:
+    for line in examples()[name]:
+        assert problem(Hint(name, tuple(shlex.split(line)), whole=True)) is None, line

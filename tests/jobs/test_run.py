@@ -103,6 +103,17 @@ def files(folder: Path) -> dict[str, int]:
 # ---- from the model to an answer ----
 
 
+def test_a_model_without_a_chat_template_is_named(tmp_path: Path) -> None:
+    folder = shutil.copytree(demo_folder(), tmp_path / "tales")
+    (folder / "chat_template.jinja").unlink()
+    done = run(folder, tmp_path / "out", serve=False, **QUICK)
+    (warning,) = [note for note in done.notes if "chat template" in note]
+    assert warning.endswith(
+        "has no chat template: the engine puts chats into a form of its own; ask for completions, or "
+        "give --chat-template FILE"
+    )
+
+
 def test_every_step_says_what_it_did_and_where_the_file_is(first: tuple[Run, list[RunStep]]) -> None:
     done, told = first
     assert [step.name for step in told] == ["plan", "quantize", "verify", "serve", "answer"]
@@ -519,20 +530,61 @@ def test_a_terminal_is_asked(tmp_path: Path) -> None:
 # ---- chat ----
 
 
-@pytest.mark.parametrize("ending", ["ctrl-d", "ctrl-c", "ctrl-c in an answer"])
+@pytest.mark.parametrize("ending", ["\x04", "\x03", "/bye\n"])
 def test_a_chat_in_a_terminal_ends_cleanly(done: Run, ending: str) -> None:
     assert done.url
-    terminal = Terminal("chat", done.url, "--temperature", "0", "--max-tokens", "600" if "answer" in ending else "12")
+    terminal = Terminal("chat", done.url, "--temperature", "0", "--max-tokens", "12")
     terminal.until("> ")
     terminal.type("What color is the sky?\n")
-    terminal.until("sky?" if "answer" in ending else "The sky is blue.")
-    if ending == "ctrl-d":
-        terminal.until("> ")
-        terminal.type("\x04")
-    else:
+    terminal.until("The sky is blue.")
+    terminal.until("> ")
+    if ending == "\x03":
         terminal.process.send_signal(signal.SIGINT)
+    else:
+        terminal.type(ending)
     assert terminal.end() == 0, terminal.shown
     assert "Traceback" not in terminal.shown
+
+
+def test_an_answer_is_stopped_without_leaving(server: "FakeServer") -> None:
+    server.pieces = [{"delta": {"content": f"word{n} "}} for n in range(600)]
+    server.pause = 0.1  # a minute, unless it is stopped
+    terminal = Terminal("chat", server.url)
+    terminal.until("> ")
+    terminal.type("Count.\n")
+    terminal.until("word3 ")
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.until("[stopped]")
+    terminal.until("> ")
+    server.pieces = [{"delta": {"content": "done"}}]
+    terminal.type("Thanks.\n")
+    terminal.until("done")
+    terminal.until("> ")
+    terminal.type("/bye\n")
+    assert terminal.end() == 0, terminal.shown
+    kept = server.bodies[1]["messages"]
+    assert [one["role"] for one in kept] == ["user", "assistant", "user"]
+    assert kept[1]["content"].startswith("word0 word1 word2 word3")
+
+
+def test_what_can_be_typed_in_a_chat(server: "FakeServer", tmp_path: Path) -> None:
+    server.pieces = [{"delta": {"content": "yes"}}]
+    file = tmp_path / "chats.jsonl"
+    lines = ["/help", '"""one', "  two", 'three"""', "/save", f"/save {file}", "/nwe", "/bye", "never sent"]
+    done = command("chat", server.url, "--model", "second", stdin="\n".join(lines) + "\n")
+    assert (done.returncode, done.stdout) == (0, "yes\n"), done.stderr
+    for words in ("/save FILE", "/save needs the name of a file", f"added to {file}", "there is no /nwe"):
+        assert words in done.stderr
+    messages = [{"role": "user", "content": "one\n  two\nthree"}, {"role": "assistant", "content": "yes"}]
+    assert json.loads(file.read_text()) == {"messages": messages}
+    assert [body["model"] for body in server.bodies] == ["second"]
+
+
+def test_a_model_that_the_server_does_not_have_is_refused(server: "FakeServer") -> None:
+    done = command("chat", server.url, "--model", "secnd", stdin="hello\n")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "unknown model 'secnd'; did you mean second?" in done.stderr
+    assert not server.bodies
 
 
 def test_a_chat_remembers_and_begins_anew(server: "FakeServer") -> None:

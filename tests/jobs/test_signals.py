@@ -29,6 +29,10 @@ def until_writing(job: "subprocess.Popen[str]", out: Path) -> None:
     until(lambda: written(out.with_name(out.name + ".partial")) > 0 or job.poll() is not None, 60)
 
 
+def group_of_guidellm(pids: list[int]) -> int:
+    return os.getpgid(next(pid for pid in pids if b"guidellm_script" in Path(f"/proc/{pid}/cmdline").read_bytes()))
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_a_job_that_then_goes_on(number: int, tmp_path: Path) -> None:
     """The first bytes are written when the signal comes, unless the job is faster: then it has ended well."""
@@ -70,6 +74,7 @@ def test_a_killed_bench_leaves_no_guidellm(number: int, tmp_path_factory: pytest
             until(lambda: len(descendants(job.pid)) > 2, 60)
             time.sleep(2)  # for its workers; there may be more of them later, which end as well
             below = descendants(job.pid)
+            os.killpg(group_of_guidellm(below), signal.SIGSTOP)  # it would end by itself with its standard input
             job.send_signal(number)
             job.communicate(timeout=60)
         assert job.returncode in (-signal.SIGKILL, 128 + signal.SIGTERM)

@@ -60,8 +60,10 @@ def test_a_folder_that_cannot_be_written_costs_no_figures(made: Callable[[str], 
     assert done.returncode == 0, done.stderr
     assert "mean KL" in done.stdout
     assert "PASS" in done.stdout
-    assert done.stderr.startswith("warning: the verdict is not recorded: cannot write")
-    assert "-o DIR" in done.stderr
+    first, last = done.stderr.splitlines()
+    assert first.startswith(f"warning: the verdict will not be recorded: {artefact / CARD} is a folder; give -o DIR")
+    assert last.startswith("warning: the verdict is not recorded: cannot write")
+    assert "-o DIR" in last
     assert (artefact / "quantry.json").read_bytes() == before
     (artefact / CARD).rmdir()
     (artefact / "sensitivity.json").write_text("{")  # of which the report is made
@@ -69,6 +71,21 @@ def test_a_folder_that_cannot_be_written_costs_no_figures(made: Callable[[str], 
     assert proof.recorded is None
     assert "sensitivity.json" in proof.notes[-1]
     assert (artefact / "quantry.json").read_bytes() == before
+
+
+def test_a_folder_that_cannot_be_written_is_said_first(
+    made: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the reference is looked for, which does not exist. Root may write everywhere, hence the patch."""
+    artefact = made("w4a16")
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != artefact)
+    done = command("verify", artefact, "--reference", tmp_path / "nowhere")
+    warning, error = done.stderr.splitlines()
+    assert warning.startswith(f"warning: the verdict will not be recorded: {artefact} cannot be written; give -o DIR")
+    assert error.startswith("error: ")
+    assert done.returncode == 2
+    quiet = command("verify", artefact, "--reference", tmp_path / "nowhere", "--no-record")
+    assert len(quiet.stderr.splitlines()) == 1
 
 
 def test_no_verdict_on_bytes_that_change_meanwhile(made: Callable[[str], Path]) -> None:

@@ -33,6 +33,17 @@ def test_the_language_part_of_a_vision_model_is_the_model_that_quantry_writes(
     assert mine == wanted
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_head_is_stored_once(tied: bool) -> None:
+    """Some checkpoints hold the head that is tied to the embedding; llama.cpp's converter leaves it out."""
+    shape = open_model("qwen2.5-vl-7b")
+    config = {**shape.config, "tie_word_embeddings": tied}
+    assert any(tensor.name == "lm_head.weight" for tensor in shape.tensors)
+    made = {name: dtype for name, dtype, _ in ready_tensors(config, shape.tensors, "q4_k_m")}
+    assert ("output.weight" in made) is not tied
+    assert made["token_embd.weight"] == ("Q6_K" if tied else "Q4_K")  # a tied one is the head as well
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "size"),
     [

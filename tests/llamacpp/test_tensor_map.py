@@ -583,7 +583,9 @@ CARDS = {
     "pooling file": ({"modules.json": POOLING["modules.json"]}, "1_Pooling/config.json, which is missing"),
     "pooling": ({**POOLING, "1_Pooling/config.json": '{"pooling_mode": "max"}'}, "pooling that llama.cpp does not know"),
     "pooling elsewhere": ({"modules.json": POOLING["modules.json"].replace("1_Pooling", "../1_Pooling"), "../1_Pooling/config.json": POOLING["1_Pooling/config.json"]}, "which is missing"),
-    "modules": ({"modules.json": "{"}, "modules.json is not JSON"),
+    "modules": ({"modules.json": "{"}, "modules.json is damaged: it is not JSON"),
+    "modules that are none": ({"modules.json": "{}"}, "modules.json is damaged: it holds a dict, not a list"),
+    "pooling that is none": ({**POOLING, "1_Pooling/config.json": "[]"}, "config.json is damaged: it holds a list"),
 }  # fmt: skip
 
 

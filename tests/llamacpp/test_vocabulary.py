@@ -1,6 +1,7 @@
 """Tokenizers in GGUF: the key-values against llama.cpp's own converter, the token ids against the tokenizers library."""
 
 import json
+import os
 import re
 import unicodedata
 from collections.abc import Callable, Mapping
@@ -483,9 +484,23 @@ REFUSALS = {
     "damaged": (
         "bpe-gpt-2",
         lambda folder: (folder / "tokenizer.json").write_text("{"),
-        "tokenizer.json cannot be read",
+        "tokenizer.json is damaged: it is not JSON",
     ),
-    "not an object": ("bpe-gpt-2", lambda folder: (folder / "tokenizer.json").write_text("[]"), "holds no JSON object"),
+    "not an object": (
+        "bpe-gpt-2",
+        lambda folder: (folder / "tokenizer.json").write_text("[]"),
+        "it holds a list, not an object",
+    ),
+    "nested": (
+        "bpe-gpt-2",
+        lambda folder: (folder / "tokenizer.json").write_text('{"a": ' + "[" * 99 + "]" * 99 + "}"),
+        "nested deeper than 64 levels",
+    ),
+    "too large": (
+        "bpe-gpt-2",
+        lambda folder: os.truncate(folder / "tokenizer.json", 300 << 20),
+        "more than 268,435,456",
+    ),
     "empty": (
         "bpe-gpt-2",
         lambda folder: (folder / "tokenizer.json").write_text("{}"),

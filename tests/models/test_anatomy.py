@@ -262,7 +262,7 @@ def test_existing_quantization(name: str) -> None:
 
 BAD_CONFIGS = {
     "not JSON": "{",
-    "a JSON list": "[]",
+    "holds a list": "[]",
     "no num_hidden_layers": json.dumps({"model_type": "llama"}),
     "more than the limit of 10000": json.dumps({**LLAMA, "num_hidden_layers": 2_000_000_000}),
     "num_hidden_layers as '-1'": json.dumps({**LLAMA, "num_hidden_layers": -1}),

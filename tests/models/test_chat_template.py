@@ -1,6 +1,7 @@
 """Chat templates: what transformers renders, in bounded time and memory whatever a model brings."""
 
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,9 +42,12 @@ def renderer() -> Iterator[Renderer]:
 @pytest.mark.parametrize("name", cases(HOSTILE, ("loops", "doubling", "a long text")))
 def test_a_hostile_template_ends_at_a_limit(renderer: Renderer, name: str) -> None:
     template, words = HOSTILE[name]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     with pytest.raises(TemplateLimitError, match=words) as caught:
         renderer.render(template, TALK, {}, generation=False)
     assert "\n" not in str(caught.value)
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+    assert spent < 20, "the processor's seconds, of which the start of the process takes some"
     assert renderer.render("{{ messages[0].content }}", TALK, {}, generation=False) == TALK[0]["content"]
 
 

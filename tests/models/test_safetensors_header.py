@@ -56,6 +56,7 @@ BAD = {
     "unknown dtype 'F128'": ({"a": entry("F128")}, b"1234", None),
     "unknown dtype 'None'": ({"a": {"shape": [2], "data_offsets": [0, 4]}}, b"1234", None),
     "not a list of sizes": ({"a": entry(shape=(-2,))}, b"1234", None),
+    "of shape [9223372036854775808, 0], not a list": ({"a": entry(shape=(1 << 63, 0), offsets=(0, 0))}, b"", None),
     "[true], not a list": ({"a": {**entry(), "shape": [True]}}, b"1234", None),
     "not [begin, end]": ({"a": entry(offsets=(4, 0))}, b"1234", None),
     "gives a 4 bytes where F16 [3] needs 6": ({"a": entry(shape=(3,))}, b"1234", None),

@@ -14,16 +14,17 @@ from typing import Any
 import pytest
 
 import quantry
+from command import command
 from demo_artefacts import gguf_in, quantized_demo
 from depth import DEEP, rounds, sampled
 from planning.llamacpp_buffers import ask_all
 from quantry.devices import Device
 from quantry.devices.catalogue import parse
 from quantry.engines.contract.catalogue import engines
-from quantry.errors import QuantryError
+from quantry.errors import ConfigError, QuantryError
 from quantry.models.anatomy import dissect
 from quantry.models.attention import kv_layers
-from quantry.models.reader import open_checkpoint
+from quantry.models.reader import demo_folder, open_checkpoint
 from quantry.planning.deployment import Deployment, Settings
 from quantry.planning.memory.buffers import block_width, ggml_batch, widths
 from quantry.planning.memory.footprint import footprint, host_memory, kv_capacity, max_concurrency, most_layers, room
@@ -302,6 +303,20 @@ def token_bytes(name: str, engine: str = "vllm", kv: str = "auto") -> int:
     layers = [layer for layer in layers_of(open_model(name).config) if layer]
     kind = cache_type(kv, found, "bf16")
     return sum(layer.token_bytes(kind) for layer in layers if layer.window is None)
+
+
+@pytest.mark.parametrize("name", ["num_attention_heads", "num_key_value_heads"])
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [("8", "as '8', not a count"), ([8], "for 1 layers, and has more"), (["8"] * 8, "as '8', not a count")],
+)
+def test_heads_that_are_none_are_one_line(tmp_path: Path, name: str, value: object, words: str) -> None:
+    config = json.loads((demo_folder() / "config.json").read_text())
+    with pytest.raises(ConfigError, match=f"config gives {name} {words}"):
+        layers_of({**config, name: value})
+    (tmp_path / "config.json").write_text(json.dumps({**config, name: value}))
+    planned = command("plan", tmp_path, "--gpu", "RTX 4090")
+    assert (planned.returncode, len(planned.stderr.splitlines())) == (2, 1), planned.stderr
 
 
 def test_published_cache_sizes() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from command import command, imported
+from command import command, imported, process
 from demo_artefacts import quantized_demo
 from depth import cases, deep
 from planning import make_plan
@@ -20,6 +20,7 @@ from quantry.engines.contract.catalogue import engine_facts, engines, flags
 from quantry.engines.contract.options import Serving
 from quantry.errors import UnknownNameError
 from quantry.jobs.quantize import quantize
+from quantry.models.reader import demo_folder
 from quantry.planning import matrices, rules
 from quantry.planning.candidates import find
 from quantry.planning.commands import PlannedArtefact, commands
@@ -298,6 +299,28 @@ def test_no_flag_of_old_is_used() -> None:
 
 
 # ---- JSON, files, exit codes ----
+
+
+def test_a_plan_is_written_through_no_link_and_names_no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, shared, target = tmp_path / "jane.doe", tmp_path / "shared", tmp_path / "plan.json"
+    monkeypatch.setenv("HOME", str(home))
+    (home / "models").mkdir(parents=True)
+    (home / "models" / "tales").symlink_to(demo_folder())
+    shared.write_text("of another")
+    target.symlink_to(shared)
+    done = command("plan", home / "models" / "tales", "--gpu", "RTX 4090", "-o", target)
+    assert done.returncode == 0, done.stderr
+    assert shared.read_text() == "of another"
+    assert not target.is_symlink()
+    assert "jane.doe" not in target.read_text()
+    assert json.loads(target.read_text())["model"]["opened_as"] == "~/models/tales"
+    assert command("quantize", "demo", "--plan", target, "-o", tmp_path / "out", "--dry-run").returncode == 0
+
+
+def test_a_plan_goes_into_a_pipe_as_it_is(tmp_path: Path) -> None:
+    done = process("plan", "demo", "--gpu", "RTX 4090", "-o", "/dev/stderr")
+    assert json.loads(done.stderr)["model"]["source"] == "demo"
+    assert Path("/dev/stderr").is_symlink()
 
 
 def test_json_names_are_frozen(tmp_path: Path) -> None:

@@ -188,3 +188,22 @@ def test_every_limit_has_a_source_and_a_measure() -> None:
 def test_findings_are_plain_data() -> None:
     (finding, *_) = judge(SOUND, "general", None)
     assert asdict(finding)["limit"] == finding.limit
+
+
+def test_limits_of_ones_own_replace_those_of_the_use_and_are_kept_to_the_digit() -> None:
+    measured = {**SOUND, "noise_floor": 0.01}
+    own = gate.own_limits(max_kl=0.0166, min_top1=0.9, max_perplexity_ratio=None)
+    assert own == {"kl": 0.0166, "top1": 0.9}
+    found = judge(measured, "general", "gguf-q4_k_m", own)
+    assert failing(found) == {("kl", "your limit")}  # without the noise floor, which would let it pass
+    assert {(finding.name, finding.rule) for finding in found} >= {
+        ("top1", "your limit"), ("perplexity_ratio", "use general"), ("kl", "4 bit preset")
+    }  # fmt: skip
+    assert ("kl", "use general") not in {(finding.name, finding.rule) for finding in found}
+    assert not failing(judge(measured, "general", None, {"kl": 0.0167}))
+
+
+@pytest.mark.parametrize("options", [{"max_kl": -0.1}, {"min_top1": 95.0}, {"max_perplexity_ratio": math.nan}])
+def test_own_limits_are_numbers_of_their_measure(options: dict[str, float]) -> None:
+    with pytest.raises(QuantryError, match=r"--(max|min)-\S+ \S+ is not from 0 to"):
+        gate.own_limits(**options)

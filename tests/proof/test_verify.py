@@ -2,12 +2,15 @@
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import gguf
 import numpy as np
@@ -24,6 +27,7 @@ from quantry.models.reader import demo_folder
 from quantry.numerics.grids import dequantize
 from quantry.proof import text
 from quantry.quantizing.quantized_model import QuantizedModel
+from quantry.report import ci
 from quantry.types import Proof
 from shared import recorded, shared
 
@@ -100,6 +104,19 @@ def plain_figures(artefact: Path, windows: int, length: int) -> dict[str, float]
         "perplexity": q.gather(-1, following).mean().neg().exp().item(),
         "reference_perplexity": p.gather(-1, following).mean().neg().exp().item(),
     }
+
+
+def test_a_proof_for_continuous_integration(proven: Callable[[str], Proof]) -> None:
+    proof = proven("gguf-q4_0")
+    proof = replace(proof, artefact="a|b\x1b<c>", findings=({**proof.findings[0], "ok": False}, *proof.findings[1:]))
+    suite = ElementTree.fromstring(ci.junit(proof))
+    assert (int(suite.attrib["tests"]), int(suite.attrib["failures"])) == (len(proof.findings), len(failed(proof)))
+    assert [case.find("failure") is None for case in suite] == [finding["ok"] for finding in proof.findings]
+    page = ci.markdown(proof)
+    assert page.startswith("## Passed: a\\|b&lt;c>") or page.startswith("## FAILED: a\\|b&lt;c>")
+    assert f"| mean KL | {proof.kl:.4f} |" in page
+    assert "in llama.cpp" in page
+    assert page.count("**failed**") == len(failed(proof))
 
 
 def test_figures_are_those_of_plain_float64(made: Make, proven: Callable[[str], Proof]) -> None:
@@ -300,11 +317,9 @@ def test_engine_that_is_not_installed_is_refused(engine: str, w8: Path, tmp_path
 
 
 def test_what_is_wrong_with_the_request_is_said_before_any_work(w8: Path, tmp_path: Path) -> None:
-    """The artefact is damaged too, which the check of its files would find next."""
+    """The artefact is cut off too, which the check of its files would refuse next."""
     file = w8 / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1000] ^= 1
-    file.write_bytes(data)
+    os.truncate(file, file.stat().st_size - 1000)
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "short.txt").write_text("Once upon a time.")
     for options, words in (

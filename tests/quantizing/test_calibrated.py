@@ -239,9 +239,10 @@ def test_gguf_loses_less_with_importance_and_less_still_with_gptq(preset: str, t
 
 def test_an_importance_matrix_that_is_computed_is_used_as_a_file_would_be(tmp_path: Path) -> None:
     quantry.quantize("demo", tmp_path / "auto", preset="gguf-q3_k_m", imatrix="auto", **TEXT)
-    written = tmp_path / "auto" / "imatrix.gguf"
+    written = tmp_path / "auto" / "calibration" / "imatrix.gguf"
     quantry.quantize("demo", tmp_path / "file", preset="gguf-q3_k_m", imatrix=written)
     name = "demo-Q3_K_M.gguf"
+    assert [file.name for file in (tmp_path / "auto").glob("*.gguf")] == [name], "nobody takes another for the model"
     assert (tmp_path / "auto" / name).read_bytes() == (tmp_path / "file" / name).read_bytes()
     one, other = (json.loads((tmp_path / kind / "quantry.json").read_text())["recipe"] for kind in ("auto", "file"))
     assert one["imatrix"] == other["imatrix"] == importance.read(written).sha256
@@ -260,7 +261,7 @@ def test_an_importance_matrix_beside_gptq(tiny: TinyModel, tmp_path: Path) -> No
     for name, imatrix in {"one": None, "both": "auto"}.items():
         source = tiny("LlamaForCausalLM")
         quantry.quantize(source, tmp_path / name, preset="gguf-q4_0", rounder="gptq", imatrix=imatrix, **few)
-    assert not (tmp_path / "one" / "imatrix.gguf").exists()
+    assert not (tmp_path / "one" / "calibration" / "imatrix.gguf").exists()
     one, both = (open_source(tmp_path / name) for name in ("one", "both"))
     name = "model.layers.1.self_attn.q_proj.weight"
     assert torch.equal(one.read(name), both.read(name))

@@ -113,7 +113,7 @@ def test_importance_of_experts_by_plain_loops(model: Callable[[str], Path], tmp_
     data = load(None, load_tokenizer(source), context=512, **TEXT)
     loaded = Qwen3MoeForCausalLM.from_pretrained(source, dtype=torch.float32, experts_implementation="eager").eval()
     seen = inputs_of(loaded, [list(window) for window in data.tokens])
-    vectors = importance.read(tmp_path / "out" / "imatrix.gguf").vectors
+    vectors = importance.read(tmp_path / "out" / "calibration" / "imatrix.gguf").vectors
     compared = 0
     for layer in range(2):
         for expert in range(4):

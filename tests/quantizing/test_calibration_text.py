@@ -229,7 +229,7 @@ def test_too_little_data_says_how_much_there_is(demo: Any, write: Write) -> None
         load(path, demo, samples=16, length=11)
     assert str(caught.value) == (
         f"text.txt has {tokens} tokens and 16 samples of 11 need 160; "
-        f"give more data, --samples of at most {tokens // 10}, or a shorter --length"
+        f"give more data, at most {tokens // 10} --samples or a shorter --length"
     )
 
 

@@ -9,8 +9,13 @@ import pytest
 import quantry
 from command import command
 from quantizing.written_llama import CONFIG, llama_shapes, write_model
+from quantry.devices.catalogue import parse
 from quantry.errors import CheckpointError, RecipeError, WeightError
+from quantry.models.reader import open_checkpoint
 from quantry.models.tokenizer import load_tokenizer
+from quantry.planning.deployment import Deployment
+from quantry.planning.feasibility import feasible
+from quantry.quantizing.recipe import Recipe, presets
 
 
 @pytest.fixture
@@ -62,6 +67,20 @@ def test_what_cannot_be_served_is_said_before_the_work(llama: Path, tmp_path: Pa
     shutil.rmtree(tmp_path / "out")
 
 
+def test_a_plan_says_what_cannot_be_served(llama: Path) -> None:
+    for model in (llama, llama / "config.json"):  # a config has no tokenizer to miss
+        assert quantry.plan(model, gpu="RTX 4090").notes == ()
+    (llama / "tokenizer.json").unlink()
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "architectures": ["NewForCausalLM"], "model_type": "new"}))
+    tokenizer, architecture = "has no tokenizer, so engines will not serve", "NewForCausalLM is an architecture that"
+    told = json.loads(command("plan", llama, "--gpu", "RTX 4090", "--json").stdout)["notes"]
+    assert [tokenizer in told[0], architecture in told[1], len(told)] == [True, True, 2]
+    shown = " ".join(command("plan", llama, "--gpu", "RTX 4090").stdout.split())
+    assert tokenizer in shown
+    assert architecture in shown
+
+
 def test_layers_that_are_not_there_are_refused(llama: Path, tmp_path: Path) -> None:
     """Of the 9000 that the config claims, two exist: a skeleton of them would take minutes and gigabytes."""
     config = json.loads((llama / "config.json").read_text())
@@ -80,6 +99,16 @@ def test_a_tokenizer_with_odd_settings_is_refused(tmp_path: Path) -> None:
         load_tokenizer(folder)
 
 
+def test_a_tokenizer_whose_library_panics_is_refused(tmp_path: Path) -> None:
+    """Its panic is no Exception: a template names a token that it does not describe."""
+    folder = Path(shutil.copytree(Path(quantry.__file__).parent / "demo", tmp_path / "demo"))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["post_processor"]["special_tokens"] = {}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(CheckpointError, match="the tokenizer of .* cannot be read: no entry found"):
+        load_tokenizer(folder)
+
+
 def test_keep_odd_is_offered_only_where_it_leads_somewhere(tmp_path: Path) -> None:
     """fp8-block needs sides of 128: a model without such a layer is not sent from one flag to the other."""
     sizes = {"hidden_size": 96, "intermediate_size": 144}
@@ -91,3 +120,7 @@ def test_keep_odd_is_offered_only_where_it_leads_somewhere(tmp_path: Path) -> No
     with pytest.raises(RecipeError, match="would be quantized with fp8-block; use a preset without blocks") as second:
         quantry.quantize(small, tmp_path / "out", preset="fp8-block", keep_odd=True, dry_run=True)
     assert "--keep-odd" not in str(second.value)
+    recipe = Recipe(presets()["fp8-block"], "compressed-tensors")
+    verdict = feasible(Deployment(open_checkpoint(small), recipe, "vllm", parse("H100").device))
+    assert "not divided by blocks of 128 x 128" in verdict.reason
+    assert verdict.fix == "use a preset without such blocks, as fp8-dynamic or w8a8"

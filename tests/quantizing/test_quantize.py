@@ -286,8 +286,8 @@ def test_odd_shapes(tmp_path: Path) -> None:
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown preset": ({"preset": "w4a61"}, "unknown preset 'w4a61'; did you mean w4a16"),
-    "no preset": ({}, "0 of --preset, --recipe and --plan"),
-    "two": ({"preset": "w4a16", "plan": "x"}, "2 of --preset, --recipe and --plan"),
+    "no preset": ({}, "no preset is given; give one of --preset"),
+    "two": ({"preset": "w4a16", "plan": "x"}, "--preset and --plan say different things"),
     "unknown format": ({"preset": "w4a16", "format": "gtpq"}, "unknown format 'gtpq'; did you mean gptq"),
     "wrong format": ({"preset": "nf4", "format": "awq"}, "format awq cannot hold preset nf4"),
     "cast format": ({"preset": "nf4", "format": "safetensors"}, "16-bit weights only"),

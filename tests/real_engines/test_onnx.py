@@ -504,6 +504,54 @@ def test_as_a_module_it_needs_nothing_of_quantry(tmp_path: Path) -> None:
     assert "is no folder of ONNX Runtime GenAI" in done.stderr
 
 
+HOSTILE = {
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "takes more than 5 s",
+    "{% set n = namespace(x='x') %}{% for _ in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}": "memory",
+    "{{ 'x' * 9000000 }}": "gives more than",
+}
+
+
+@pytest.mark.parametrize(("template", "words"), HOSTILE.items(), ids=list(HOSTILE.values()))
+def test_a_hostile_chat_template_ends_at_a_limit(
+    built: dict[str, Path], tmp_path: Path, template: str, words: str
+) -> None:
+    """The chat is answered with an error, and others are served as before."""
+    folder = shutil.copytree(built["int4"], tmp_path / "hostile")
+    (folder / "chat_template.jinja").write_text(template)
+    talk = {"messages": [{"role": "user", "content": "hi"}]}
+    with started(folder) as running:
+        answer = httpx.post(f"{running.url}/v1/chat/completions", json=talk, timeout=30)
+        assert answer.status_code == 500
+        assert words in answer.json()["error"]["message"]
+        assert complete(running, tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("genai_config.json", b"\xff", "byte 0 is not UTF-8"),
+        ("genai_config.json", b"[" * 100_000, "nested too deeply"),
+        ("genai_config.json", b'{"model": []}', "model is a list, not an object"),
+        ("tokenizer.json", b"[]", "holds a list, not an object"),
+        ("tokenizer.json", b'{"post_processor": {"processors": 1}}', "post_processor is none"),
+    ],
+)
+def test_a_damaged_folder_is_one_line(
+    built: dict[str, Path], tmp_path: Path, name: str, content: bytes, words: str
+) -> None:
+    folder = tmp_path / "damaged"
+    folder.mkdir()
+    for file in built["int4"].iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / name).unlink()
+    (folder / name).write_bytes(content)
+    done = program(folder)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert words in done.stderr
+
+
 def test_without_the_library_it_says_so(tmp_path: Path) -> None:
     (tmp_path / "genai_config.json").write_text(
         '{"model": {"context_length": 8, "vocab_size": 8, "eos_token_id": [1]}}'

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -50,27 +51,33 @@ def test_signals_end_both(q8: Path, number: int, code: int, words: str) -> None:
 
 
 def test_the_command_reports_the_death_of_its_engine(q8: Path) -> None:
-    with cli(str(q8), "--quiet") as (done, told):
+    with cli(str(q8)) as (done, told):
         os.kill(told["pid"], signal.SIGKILL)
         _, said = done.communicate(timeout=60)
     assert done.returncode == 137
-    assert said.startswith(f"error: llama.cpp (process {told['pid']}) was killed by SIGKILL")
-    assert said.count("\n") == 1
+    first, line, end = said.split("\n")
+    assert first.startswith("starting llama.cpp b")
+    assert line.startswith(f"error: llama.cpp (process {told['pid']}) was killed by SIGKILL")
+    assert not end
 
 
-def test_what_is_printed(q8: Path) -> None:
-    line = [sys.executable, "-m", "quantry", "serve", str(q8), *SMALL]
+@pytest.mark.parametrize("shown", [False, True])
+def test_what_is_printed(q8: Path, shown: bool) -> None:
+    line = [sys.executable, "-m", "quantry", "serve", str(q8), *SMALL, *(["--show-log"] if shown else [])]
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as done:
         assert done.stdout is not None
-        rows = [done.stdout.readline() for _ in range(6)]
+        rows = [done.stdout.readline() for _ in range(7)]
         curl = rows[-1].partition("curl ")[2]
         answer = subprocess.run(f"curl -s {curl}", shell=True, capture_output=True, text=True, check=True).stdout
+        with urlopen(Request(rows[2].split()[1], headers={"Accept-Encoding": "gzip"})) as page:
+            assert (page.status, page.headers.get_content_type()) == (200, "text/html")
         done.terminate()
         said = done.communicate(timeout=60)[1]
     assert done.returncode == 143
-    assert [row.split()[0] for row in rows] == ["URL", "model", "engine", "context", "log", "try"]
+    assert [row.split()[0] for row in rows] == ["URL", "model", "page", "engine", "context", "log", "try"]
     assert json.loads(answer)["choices"][0]["message"]["content"]
-    assert "listening on" in said, "the engine's log is passed through"
+    assert ("listening on" in said) == shown, "the engine's log is passed through if that is asked for"
+    assert shown or said.count("\n") <= 2
 
 
 def test_a_dry_run_shows_the_command_without_the_key(q8: Path) -> None:

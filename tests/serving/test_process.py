@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -51,6 +52,21 @@ def test_a_stubborn_engine_is_ended_with_all_it_started(tmp_path: Path) -> None:
         assert 0.5 <= time.monotonic() - began < 10
     until(lambda: not alive(child))
     assert not alive(running.pid)
+
+
+@pytest.mark.parametrize("make", [os.symlink, os.link])
+def test_logs_and_files_are_written_through_no_link(tmp_path: Path, make: Callable[[Path, Path], None]) -> None:
+    shared = tmp_path / "shared"
+    shared.write_text("of another")
+    for name in ("engine.log", "settings"):
+        make(shared, tmp_path / name)
+    command = Command((sys.executable, "-c", "print('words')"), files={"settings": "a = 1"})
+    launch = Launch("llama.cpp", command, "127.0.0.1", process.free_port("127.0.0.1"), "/")
+    with pytest.raises(EngineError):
+        process.start(launch, log=tmp_path / "engine.log")
+    assert shared.read_text() == "of another"
+    assert (tmp_path / "engine.log").read_text() == "words\n"
+    assert (tmp_path / "settings").read_text() == "a = 1"
 
 
 def test_patience_ends(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Which engine serves a model, and everything that is refused before one starts."""
 
 import json
+import re
+import shlex
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,8 +13,9 @@ import pytest
 
 from changed_gguf import changed_gguf
 from command import command
+from demo_artefacts import quantized_demo
 from quantry.engines.contract.options import Options
-from quantry.errors import QuantryError
+from quantry.errors import ConfigError, QuantryError
 from quantry.serving import select
 from quantry.serving.embedded import END
 from quantry.serving.prepare import prepare, serve
@@ -94,6 +97,13 @@ def test_an_onnx_folder(tmp_path: Path) -> None:
     found = select.open_model(folder)
     assert (found.format, found.context, found.name) == ("onnx", 2048, "built")
     assert select.select(found, None, None) == "onnxruntime"
+    for damaged, words in (
+        ({"model": {"context_length": "2048"}}, "model.context_length is not"),
+        ([], "holds a list"),
+    ):
+        (folder / "genai_config.json").write_text(json.dumps(damaged))
+        with pytest.raises(ConfigError, match=f"is damaged: .*{words}"):
+            assert select.open_model(folder).context
 
 
 # ---- what is said before the first request ----
@@ -141,10 +151,21 @@ def test_the_command_that_is_shown_serves_without_a_terminal(q8: Path) -> None:
 
 
 @pytest.mark.skipif(find_spec("fastapi") is not None, reason="transformers can serve here")
-def test_an_engine_without_its_server_is_refused_before_it_starts() -> None:
-    refused = command("serve", "demo", "--engine", "transformers", "--port", "0")
+def test_an_engine_without_its_server_is_refused_before_it_starts(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A 16-bit model is served by the very words of the refusal; of a quantized one there is no GGUF to make."""
+    refused = command("serve", "demo", "--port", "0")
     assert refused.returncode == 2
     assert "transformers is installed for" in refused.stderr
     assert "without its server, which needs fastapi" in refused.stderr
-    assert "quantry quantize demo --preset gguf-bf16" in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
+    (words,) = re.findall(r"quantry (quantize .*) && quantry (serve [^;]*);", refused.stderr)
+    monkeypatch.chdir(tmp_path)
+    made, served = (command(*shlex.split(line), *more) for line, more in zip(words, ([], ["--dry-run"]), strict=True))
+    assert (made.returncode, served.returncode) == (0, 0), made.stderr + served.stderr
+    assert "demo-BF16.gguf" in served.stdout
+    words = ("--engine", "transformers", "--port", "0")
+    quantized = command("serve", quantized_demo(tmp_path_factory, "w4a16"), *words)
+    assert "without its server, which needs fastapi" in quantized.stderr
+    assert "quantry quantize" not in quantized.stderr

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Required, TypedDict
@@ -170,6 +171,29 @@ def test_a_damaged_quantry_json_is_read_or_refused(tmp_path_factory: pytest.Temp
             refused += 1
             assert "\n" not in str(error)
     assert refused > rounds(300) // 10
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"files": 3}, {"files": {"a": 3}}, {"notes": {}}, {"recipe": []}, {"proof": 3}, {"proof": {"findings": [3]}}, {"bytes": "x"}],
+    ids=str,
+)  # fmt: skip
+def test_a_field_of_another_type_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    artefact = quantized_demo(tmp_path_factory, "gguf-q8_0")
+    for file in artefact.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    note = tmp_path / "quantry.json"
+    content = json.loads(note.read_text())
+    note.unlink()
+    note.write_text(json.dumps({**content, **change}))
+    for reader in READERS:
+        with suppress(QuantryError):  # or it says what it finds
+            reader(note)
+    for refusing in (READERS[0], read_card, record):
+        with pytest.raises(QuantryError, match="quantry.json is damaged"):
+            refusing(note)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,21 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from quantry import registry
 from quantry.cli._ending import ending
+
+
+def token_count(text: str) -> int:
+    """Reads a number of tokens, also as people write it: 8k is 8,192."""
+    found = re.fullmatch(r"(\d{1,12})\s*([km]?)", str(text).strip().lower())
+    if found is None:
+        raise typer.BadParameter(f"{str(text)[:40]!r} is no number of tokens, such as 8192 or 8k")
+    return int(found[1]) << {"": 0, "k": 10, "m": 20}[found[2]]
+
+
+TOKENS: dict[str, Any] = {"parser": token_count, "metavar": "TOKENS"}
 
 PromptTokens = Annotated[
     str, typer.Option(help="Tokens of a prompt: 256, or a distribution as 256,stdev=64,min=16,max=512.")
@@ -28,7 +39,7 @@ Chat = Annotated[bool, typer.Option("--chat", help="Ask for chats rather than co
 GuidellmPython = Annotated[
     Path | None, typer.Option(help="The python of the environment that guidellm is installed in.")
 ]
-Context = Annotated[int | None, typer.Option(help="Tokens a sequence may reach.")]
+Context = Annotated[int | None, typer.Option(help="Tokens a sequence may reach, such as 8192 or 8k.", **TOKENS)]
 EnginePython = Annotated[
     Path | None, typer.Option(help="The python of the environment that the engine is installed in.")
 ]
@@ -56,7 +67,13 @@ Report = Annotated[
 
 
 class ListingCommand(TyperCommand):
-    """A command whose help texts list names, and which ends in one line."""
+    """A command whose help lists names and examples, and which ends in one line."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Returns the parameters, that of help among them."""
+        found = super().get_params(ctx)
+        _hide_types_of_switches(found)
+        return found
 
     def invoke(self, ctx: Any) -> Any:
         with ending():  # before typer, which takes any EOFError for the end of the input
@@ -66,6 +83,25 @@ class ListingCommand(TyperCommand):
         for parameter in self.params:
             parameter.help = filled(parameter.help)  # type: ignore[attr-defined]
         super().format_help(ctx, formatter)
+        examples = registry.facts("quantry.cli", str(self.name)).get("EXAMPLES", ())
+        typer.echo("".join(f"{line}\n" for line in ("Examples:", *(f"  {example}" for example in examples))))
+
+
+class Commands(TyperGroup):
+    """All commands."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Returns the options, that of help among them."""
+        found = super().get_params(ctx)
+        _hide_types_of_switches(found)
+        return found
+
+
+def _hide_types_of_switches(parameters: Iterable[Any]) -> None:
+    """Keeps typer from writing <bool> beside a switch, which takes no value."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.display_type_rich = lambda ctx: None
 
 
 def filled(text: str | None) -> str:

@@ -8,6 +8,10 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
+from quantry.cli._flags import TOKENS
+
+TOKEN_COUNTS = frozenset({"context"})  # fields that may be written as 8k
+
 
 def takes(options: type, *names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a command a flag for each field of a dataclass, in place of its parameter `options`.
@@ -40,7 +44,7 @@ def takes(options: type, *names: str) -> Callable[[Callable[..., None]], Callabl
 
 def _parameter(item: "Field[Any]", hint: Any, *, defaults: bool) -> Parameter:
     default = item.default if defaults else None
-    details = dict(item.metadata)
+    details = {**item.metadata, **(TOKENS if item.name in TOKEN_COUNTS else {})}
     annotation: Any
     if item.default == ():
         annotation, default = Annotated[list[str] | None, typer.Argument(**details)], None

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from quantry.report.sizes import counted
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -75,10 +77,15 @@ def facts(rows: "Iterable[tuple[str, RenderableType]]") -> "Table":
 def announce(artefact: "Artefact") -> None:
     """Prints what is about to be written."""
     typer.echo(
-        f"{artefact.source} -> {artefact.preset} as {artefact.format}: {artefact.quantized_layers} layers quantized, "
-        f"{artefact.kept_tensors} tensors kept\n"
+        f"{artefact.source} -> {artefact.preset} as {artefact.format}: {_content(artefact)}\n"
         f"{artefact.source_bytes:,} -> {artefact.bytes:,} bytes, {artefact.bits_per_weight:.2f} bits a weight"
     )
+
+
+def _content(artefact: "Artefact") -> str:
+    if not artefact.quantized_layers:
+        return "all weights in 16 bit"
+    return f"{counted(artefact.quantized_layers, 'layer')} quantized, {counted(artefact.kept_tensors, 'tensor')} kept"
 
 
 def write_report(folder: "Path", *, missing: bool = False) -> "Path":
@@ -88,6 +95,22 @@ def write_report(folder: "Path", *, missing: bool = False) -> "Path":
     if missing and all((folder / name).is_file() for name in (PAGE, PICTURE)):
         return folder / PAGE
     return write(folder, content_of(folder))
+
+
+def check_files(files: "Iterable[Path]") -> None:
+    """Raises OutputError for a file whose folder does not exist, before the work that it is to hold."""
+    from quantry.errors import OutputError
+
+    for file in files:
+        if not file.expanduser().parent.is_dir():
+            raise OutputError(f"the folder of {file} does not exist", fix="make it first")
+
+
+def write_file(file: "Path", content: str | bytes) -> None:
+    """Writes a file of results, whole or not at all, and through no link."""
+    from quantry.storage import write_named
+
+    write_named(file.expanduser(), content.encode() if isinstance(content, str) else content)
 
 
 def finish(artefact: "Artefact", dry_run: bool, json: bool, page: "Path | None" = None) -> None:

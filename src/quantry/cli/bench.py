@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from quantry.jobs.load.bench import Bench
     from quantry.jobs.load.results import Level, Spread
 
+GROUP = "serve"
+EXAMPLES = (
+    "quantry bench http://127.0.0.1:8080 --concurrency 1,4,16",
+    "quantry bench http://127.0.0.1:8080 --slo ttft_p95=500ms",
+)
+
 
 def command(
     url: Annotated[str, typer.Argument(help="The server, such as http://127.0.0.1:8080 (with or without /v1).")],

@@ -7,6 +7,11 @@ import typer
 from quantry.cli import _flags as flags
 from quantry.cli._output import announce, bar, finish
 
+GROUP = "make"
+EXAMPLES = (
+    "quantry convert out-w4a16 -o out-gptq --to gptq",
+    "quantry convert model-Q8_0.gguf -o out-bf16 --to bf16",
+)
 Source = Annotated[str, typer.Argument(help="A quantized checkpoint: a folder, a GGUF file or a hub id.")]
 To = Annotated[str, typer.Option(help="A format ({folder_formats}), or bf16 or fp16.")]
 Requantize = Annotated[

@@ -6,20 +6,28 @@ import typer
 
 from quantry.cli import _flags as flags
 from quantry.cli._output import print_result, steps, table
-from quantry.report.sizes import human
+from quantry.report.sizes import human, nats
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from quantry.types import Difference
 
+GROUP = "prove"
+EXAMPLES = (
+    "quantry diff out",
+    "quantry diff out-q4_k_m out-awq --windows 4",
+)
 First = Annotated[str, typer.Argument(help="A model: a folder (quantized or not), a .gguf file, a hub id or demo.")]
-Second = Annotated[str, typer.Argument(help="Another model with the same vocabulary.")]
+Second = Annotated[
+    str | None,
+    typer.Argument(help="Another model with the same vocabulary; else the 16-bit model that the first was made from."),
+]
 
 
 def command(
     a: First,
-    b: Second,
+    b: Second = None,
     text: flags.Text = None,
     windows: flags.Windows = 16,
     length: flags.WindowLength = 512,
@@ -38,8 +46,9 @@ def picture(difference: "Difference") -> list["RenderableType"]:
     """Draws both models side by side, how far apart they are, and the tensors that differ most."""
     low, high = difference.intervals["kl"]
     speech = (
-        f"KL of B from A: mean {difference.kl:.3g} ({low:.3g} to {high:.3g}), median {difference.kl_median:.3g}, "
-        f"99th percentile {difference.kl_p99:.3g}; same likeliest token {difference.top1:.1%}"
+        f"KL of B from A: mean {nats(difference.kl)} ({nats(low)} to {nats(high)}), "
+        f"median {nats(difference.kl_median)}, 99th percentile {nats(difference.kl_p99)}; "
+        f"same likeliest token {difference.top1:.1%}"
     )
     tensors = table(("tensors that differ most", "relative difference"), ("relative difference",))
     for row in difference.tensors:

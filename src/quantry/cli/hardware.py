@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 
     from quantry.devices import Device, Hardware
 
+GROUP = "choose"
+EXAMPLES = (
+    "quantry hardware",
+    'quantry hardware --gpu "4x H100"',
+)
 DTYPES = ("fp32", "fp16", "bf16", "fp8", "int8", "fp4")
 
 

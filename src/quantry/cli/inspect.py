@@ -13,6 +13,12 @@ if TYPE_CHECKING:
 
     from quantry.types import Anatomy, KVLayers, Part
 
+GROUP = "choose"
+EXAMPLES = (
+    "quantry inspect demo",
+    "quantry inspect owner/name --json",
+    "quantry inspect ./model-Q4_K_M.gguf",
+)
 BAR = 16  # characters of the longest bar
 
 

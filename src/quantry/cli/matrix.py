@@ -12,12 +12,16 @@ if TYPE_CHECKING:
 
     from quantry.planning.matrices import Matrix
 
-
+GROUP = "choose"
+EXAMPLES = (
+    "quantry matrix memory",
+    "quantry matrix engines",
+)
 Name = Annotated[str, typer.Argument(help="{matrices}.")]
 
 
 def command(name: Name, json: flags.Json = False) -> None:
-    """Show what runs and fits where, and what each method costs; a star marks what differs from common advice."""
+    """Show what runs and fits where, and what each method costs; a star marks where common advice differs."""
     from quantry.planning.matrices import matrix
 
     tables = matrix(name)
@@ -29,7 +33,7 @@ def command(name: Name, json: flags.Json = False) -> None:
 
 
 def picture(matrix: "Matrix") -> list["RenderableType"]:
-    """Draws a table, and below it the reasons where it differs from the handbook."""
+    """Draws a table, and below it the reasons where it differs from common advice."""
     from rich.text import Text
 
     table = output.table(("", *matrix.columns), title=matrix.title)
@@ -39,5 +43,5 @@ def picture(matrix: "Matrix") -> list["RenderableType"]:
         for column, cell in zip(matrix.columns, cells, strict=True):
             if cell.why:
                 reasons.setdefault(f"{column}: {cell.why}", []).append(f"{label} ({cell.handbook})")
-    lines = [Text(f"* {reason}. Handbook: {', '.join(rows)}", "dim") for reason, rows in reasons.items()]
+    lines = [Text(f"* {reason}. Common advice: {', '.join(rows)}", "dim") for reason, rows in reasons.items()]
     return [table, *([Text(matrix.note, "dim")] if matrix.note else []), *lines, ""]

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from quantry.planning.option import Option
     from quantry.planning.plan import Plan
 
+GROUP = "choose"
+EXAMPLES = (
+    'quantry plan llama-3.1-8b --gpu "RTX 4090"',
+    "quantry plan ./my-model --for rag --context 32k",
+    'quantry plan llama-3.1-70b --gpu "2x RTX 3090" --concurrency 8 -o plan.json',
+)
 BAR = 40  # characters of a full bar
 SHOWN = 6  # options in the table
 REFUSED = 3  # refusals that are shown
@@ -36,13 +42,15 @@ Budget = Annotated[str | None, typer.Option(help="Memory that may be used in all
 Suggest = Annotated[
     bool, typer.Option("--suggest", help="Without a model: which well-known models run well on the machine.")
 ]
-Prompt = Annotated[int | None, typer.Option(help="Tokens of a usual prompt.")]
-Answer = Annotated[int | None, typer.Option(help="Tokens of a usual answer.")]
+Prompt = Annotated[int | None, typer.Option(help="Tokens of a usual prompt.", **flags.TOKENS)]
+Answer = Annotated[int | None, typer.Option(help="Tokens of a usual answer.", **flags.TOKENS)]
 Rate = Annotated[float | None, typer.Option("--requests-per-second", help="Requests a second that must be carried.")]
 Ttft = Annotated[float | None, typer.Option(help="Seconds to the first token, at most.")]
 Tpot = Annotated[float | None, typer.Option(help="Seconds for each further token, at most.")]
 Images = Annotated[int | None, typer.Option(help="Pictures in a prompt.")]
-Prefix = Annotated[int | None, typer.Option("--shared-prefix", help="Tokens of each prompt that all share.")]
+Prefix = Annotated[
+    int | None, typer.Option("--shared-prefix", help="Tokens of each prompt that all share.", **flags.TOKENS)
+]
 Trace = Annotated[Path | None, typer.Option(help="JSON lines with prompt, answer (tokens) and time (seconds).")]
 Price = Annotated[float | None, typer.Option(help="USD an hour for the machine; the catalogue's if left out.")]
 MaxCost = Annotated[float | None, typer.Option("--max-cost", help="USD an hour that may be spent.")]
@@ -89,11 +97,10 @@ def command(
         prompt=prompt, answer=answer, requests_per_second=requests_per_second, ttft=ttft, tpot=tpot, images=images,
         shared_prefix=shared_prefix, trace=trace, price=price, max_cost=max_cost,
     )  # fmt: skip
-    text = dumps(best.to_dict(), indent=2)
     if output is not None:
-        _write(output, text)
+        _write(output, best.to_dict())
     if json:
-        typer.echo(text)
+        typer.echo(dumps(best.to_dict(), indent=2))
     else:
         show(picture(best))
     if not best.fits:
@@ -124,11 +131,16 @@ def _suggest(model: str | None, gpu: str | None, use: str | None, as_json: bool)
     show([lines] if rows else ["Nothing well-known runs well here."])
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """Writes a plan through no link, and without the user's home folder."""
+    from json import dumps
+
     from quantry.errors import OutputError
+    from quantry.jobs.output_folder import without_home
+    from quantry.storage import write_named
 
     try:
-        path.write_text(text + "\n", encoding="utf-8")
+        write_named(path, (dumps(without_home(content), indent=2) + "\n").encode())
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}", fix="give -o another file") from error
 

@@ -3,6 +3,12 @@
 from quantry.cli import _flags as flags
 from quantry.cli._output import print_json, show, table
 
+GROUP = "choose"
+EXAMPLES = (
+    "quantry presets",
+    "quantry presets --json",
+)
+
 
 def command(json: flags.Json = False) -> None:
     """List the presets and the formats that hold them."""

@@ -11,6 +11,12 @@ from quantry.cli._output import announce, bar, finish, write_report
 if TYPE_CHECKING:
     from quantry.types import Artefact
 
+GROUP = "make"
+EXAMPLES = (
+    "quantry quantize demo -o out --preset Q4_K_M",
+    "quantry quantize ./my-model -o out --preset awq --data chats.jsonl",
+    "quantry quantize ./my-model -o out --preset auto --budget 6GiB",
+)
 Preset = Annotated[str | None, typer.Option(help="A name of `quantry presets`, or auto with --budget.")]
 Budget = Annotated[
     str | None, typer.Option(help='With --preset auto: 4.5bpw, 6GiB, 105453920B or "fits RTX 3060 at 8k".')

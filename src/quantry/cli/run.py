@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 
     from quantry.jobs.run.result import Run, RunStep
 
+GROUP = "choose"
+EXAMPLES = (
+    "quantry run demo --yes --port 8080",
+    "quantry run Qwen/Qwen3-0.6B --for rag",
+    "quantry run ./my-model --budget 4.5bpw --no-serve -o ./out",
+)
 INTERRUPTED = 130
 
 

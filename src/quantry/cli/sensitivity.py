@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     from quantry.jobs.auto.sensitivity import Sensitivity
 
+GROUP = "make"
+EXAMPLES = ("quantry sensitivity demo --grids Q4_K,Q6_K --samples 16 --length 128",)
 BAR = 24  # characters of the longest bar
 SHOWN = 20  # layers in the table
 

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from quantry.serving.prepare import ServerPlan
     from quantry.serving.process import Running
 
+GROUP = "serve"
+EXAMPLES = (
+    "quantry serve out --port 8080",
+    "quantry serve out --engine vllm --context 8k --parallel 16",
+    "quantry serve out --dry-run",
+)
 INTERRUPTED = 130
 
 
@@ -25,7 +31,7 @@ def command(
     options: dict[str, Any],
     log: Annotated[Path | None, typer.Option(help="File for the engine's log.")] = None,
     patience: Annotated[float, typer.Option(help="Seconds until it must answer.")] = 1800.0,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Do not show the engine's log.")] = False,
+    show_log: Annotated[bool, typer.Option("--show-log", help="Show the engine's log as it is written.")] = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="Say why each flag is given, and what is outdated.")
     ] = False,
@@ -43,10 +49,10 @@ def command(
     elif dry_run:
         typer.echo(_shown(prepared))
     elif not explain:
-        _run(prepared, log, patience, quiet=quiet, json=json)
+        _run(prepared, log, patience, show_log=show_log, json=json)
 
 
-def _run(prepared: "ServerPlan", log: Path | None, patience: float, *, quiet: bool, json: bool) -> None:
+def _run(prepared: "ServerPlan", log: Path | None, patience: float, *, show_log: bool, json: bool) -> None:
     """Serves until the engine ends or a signal comes; if it ends by itself, that is an error with its exit code."""
     from quantry.serving.process import start
 
@@ -56,8 +62,9 @@ def _run(prepared: "ServerPlan", log: Path | None, patience: float, *, quiet: bo
     try:
         for where, why, words in prepared.elsewhere:
             typer.echo(f"on {where}: {words}  # {why}", err=True)
-        stream = None if quiet else sys.stderr
+        stream = sys.stderr if show_log else None
         tell = partial(typer.echo, err=True)
+        tell(f"starting {prepared.serving.engine} {prepared.serving.version}")
         with start(prepared.launch, log=log, stream=stream, patience=patience, tell=tell) as running:
             if json:
                 print_json(_facts(prepared, running))
@@ -83,14 +90,18 @@ def _ready(prepared: "ServerPlan", running: "Running") -> str:
     from json import dumps
     from shlex import quote
 
+    from quantry.engines.contract.catalogue import engine_facts
+
     chats = not prepared.warnings
     asked = {"messages": [{"role": "user", "content": "Hello!"}]} if chats else {"prompt": "Once upon a time"}
     body, path = dumps({"model": running.model, **asked}), "chat/completions" if chats else "completions"
     key = f' -H "Authorization: Bearer ${API_KEY}"' if prepared.serving.api_key else ""
     ask = f"curl {running.url}/v1/{path} -H 'Content-Type: application/json'{key} -d {quote(body)}"
+    page = engine_facts(running.engine).server.page
     rows = {
         "URL": f"{running.url}/v1",
         "model": running.model,
+        **({"page": f"{running.url}{page}"} if page else {}),
         "engine": f"{running.engine} {prepared.serving.version}, process {running.pid}",
         "context": f"{running.context:,} tokens" if running.context else "as the engine has it",
         "log": str(running.log),

@@ -7,13 +7,15 @@ import typer
 
 from quantry.cli import _flags as flags
 from quantry.cli._output import print_result, steps
+from quantry.report.sizes import counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from quantry.jobs.sweep.table import Outcome, Sweep
 
-
+GROUP = "make"
+EXAMPLES = ("quantry sweep demo -o sweep --presets Q4_K_M,awq,fp8 --windows 4",)
 Presets = Annotated[
     str,
     typer.Option(help="Presets with commas between, with options: w4a16:group=64,gguf-q4_k_m,auto:budget=4.5bpw."),
@@ -67,8 +69,8 @@ def picture(done: "Sweep") -> list["RenderableType"]:
     """Draws the table from worst to best, the artefacts that failed, and where the files are."""
     from rich.text import Text
 
-    head = Text(f"{done.model} in {len(done.rows)} ways", "bold")
-    measured = f"{done.text['name']}: {done.text['windows']} windows of {done.text['length']} tokens"
+    head = Text(f"{done.model} in {counted(len(done.rows), 'way')}", "bold")
+    measured = f"{done.text['name']}: {counted(done.text['windows'], 'window')} of {done.text['length']} tokens"
     if done.reference_perplexity is not None:
         measured += f"; perplexity {done.reference_perplexity:.3f} in 16 bit; noise floor of KL {done.noise_floor:.2g}"
     problems = [Text.assemble((f"✗ {row.name}: ", "red"), row.problem) for row in done.rows if row.problem]

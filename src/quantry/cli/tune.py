@@ -9,6 +9,7 @@ from quantry.cli._flags import AnswerTokens, Chat, Dataset, GuidellmPython, Json
 from quantry.cli._options import takes
 from quantry.cli._output import print_result, steps
 from quantry.engines.contract.options import Options
+from quantry.report.sizes import counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
     from quantry.jobs.load.choice import Trial
     from quantry.jobs.load.tune import Tuned
 
+GROUP = "serve"
+EXAMPLES = (
+    "quantry tune out --switches prefix-cache,parallel",
+    "quantry tune out --concurrency 8 --prompt-tokens 512",
+)
 SHARED = (
     "engine", "context", "parallel", "threads", "tensor_parallel", "utilization", "cache_gib", "engine_python",
     "engine_bin", "image", "extra",
@@ -88,7 +94,7 @@ def picture(tuned: "Tuned") -> list["RenderableType"]:
     source = f"prompts of {load['dataset']}, " if load["dataset"] else ""
     lines: list[RenderableType] = [
         Text(f"{Path(tuned.artefact).name} on {tuned.engine} {tuned.version}", "bold"),
-        Text(f"{source}{shape}, {load['requests']} requests; context {tuned.context}", "dim"),
+        Text(f"{source}{shape}, {counted(load['requests'], 'request')}; context {tuned.context}", "dim"),
         _table(tuned),
     ]
     lines += [Text(f"{trial.name}: {trial.objection}", "yellow") for trial in tuned.trials if trial.objection]

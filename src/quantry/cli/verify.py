@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantry.cli import _flags as flags
-from quantry.cli._output import print_result, steps, table
+from quantry.cli._output import check_files, print_result, steps, table, write_file
+from quantry.report.sizes import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,9 +16,17 @@ if TYPE_CHECKING:
 
     from quantry.types import Proof
 
-
+GROUP = "prove"
+EXAMPLES = (
+    "quantry verify out",
+    "quantry verify out --reference owner/name --gate accuracy-critical --engine vllm",
+    "quantry verify out --max-kl 0.05 --min-top1 0.9 --junit verify.xml",
+)
 Quantized = Annotated[str, typer.Argument(help="A quantized folder or .gguf file.")]
-Reference = Annotated[str, typer.Option(help="The 16-bit model: a folder, a hub id (owner/name) or demo.")]
+Reference = Annotated[
+    str | None,
+    typer.Option(help="The 16-bit model: a folder, a hub id (owner/name) or demo; else the one it was made from."),
+]
 Prompts = Annotated[Path | None, typer.Option(help="JSONL of your own prompts, with answers if there are any.")]
 Tasks = Annotated[
     str | None, typer.Option(help="Tasks of lm-evaluation-harness: names or YAML files, with commas between.")
@@ -34,12 +43,19 @@ Output = Annotated[
     typer.Option("-o", "--output", help="A folder for the verdict; else an artefact of Quantry gets it itself."),
 ]
 Record = Annotated[bool, typer.Option("--record/--no-record", help="Write the verdict, or only print it.")]
+MaxKl = Annotated[float | None, typer.Option(help="Your own limit of the mean KL, such as 0.05.")]
+MinTop1 = Annotated[float | None, typer.Option(help="Your own limit of the same first tokens, such as 0.95.")]
+MaxPerplexityRatio = Annotated[
+    float | None, typer.Option(help="Your own limit of the perplexity against the 16-bit model's, such as 1.05.")
+]
+Junit = Annotated[Path | None, typer.Option(help="Write the findings as JUnit XML, for CI.")]
+Markdown = Annotated[Path | None, typer.Option(help="Write the verdict as Markdown, for a job's summary.")]
 MaxTokens = Annotated[int, typer.Option(help="Tokens of an answer to a prompt.")]
 
 
 def command(
     artefact: Quantized,
-    reference: Reference,
+    reference: Reference = None,
     text: flags.Text = None,
     prompts: Prompts = None,
     tasks: Tasks = None,
@@ -50,6 +66,9 @@ def command(
     engine: Engine = None,
     engine_python: flags.EnginePython = None,
     gate: flags.Gate = "general",
+    max_kl: MaxKl = None,
+    min_top1: MinTop1 = None,
+    max_perplexity_ratio: MaxPerplexityRatio = None,
     windows: flags.Windows = 16,
     length: flags.WindowLength = 512,
     max_tokens: MaxTokens = 64,
@@ -57,19 +76,30 @@ def command(
     output: Output = None,
     record: Record = True,
     report: flags.Report = True,
+    junit: Junit = None,
+    markdown: Markdown = None,
     json: flags.Json = False,
 ) -> None:
     """Measure what was lost, on the written bytes and in the engine; exit code 1 if the gate fails."""
+    from quantry.jobs.verdict import obstacle
     from quantry.jobs.verify import verify
+    from quantry.report import ci
 
+    written = {file: make for file, make in ((junit, ci.junit), (markdown, ci.markdown)) if file}
+    check_files(written)
+    if record and Path(artefact).expanduser().exists() and (why := obstacle(Path(artefact).expanduser(), output)):
+        typer.echo(f"warning: the verdict will not be recorded: {why}", err=True)
     with steps(quiet=json) as progress:
         proof = verify(
             artefact, reference=reference, text=text, prompts=prompts, tasks=tasks, limit=limit, judge=judge,
             judge_model=judge_model, judge_key=judge_key, engine=engine, engine_python=engine_python, gate=gate,
+            max_kl=max_kl, min_top1=min_top1, max_perplexity_ratio=max_perplexity_ratio,
             windows=windows, length=length, max_tokens=max_tokens, device=device, output=output, record=record,
             report=report, progress=progress,
         )  # fmt: skip
     print_result(proof, picture, json)
+    for file, make in written.items():
+        write_file(file, make(proof))
     if record and proof.recorded is None:
         typer.echo(f"warning: {proof.notes[-1]}", err=True)
     if proof.recorded and not json:
@@ -99,8 +129,8 @@ def picture(proof: "Proof") -> list["RenderableType"]:
     for name, words in ROWS.items():
         figures.add_row(words, *_cells(proof, name))
     measured = (
-        f"{proof.text['name']}: {proof.text['windows']} windows of {proof.text['length']} tokens; perplexity "
-        f"{proof.reference_perplexity:.3f} in 16 bit; noise floor of KL {proof.noise_floor:.2g}"
+        f"{proof.text['name']}: {counted(proof.text['windows'], 'window')} of {proof.text['length']} tokens; "
+        f"perplexity {proof.reference_perplexity:.3f} in 16 bit; noise floor of KL {proof.noise_floor:.2g}"
     )
     passed = sum(finding["ok"] for finding in proof.findings)
     end = ("PASS", "bold green") if proof.passed else ("FAIL", "bold red")
@@ -138,7 +168,8 @@ def _number(name: str, value: float) -> str:
 def _answers(proof: "Proof") -> list[str]:
     lines = []
     if proof.prompts:
-        lines.append(f" {proof.prompts['agreement']['value']:.0%} of {proof.prompts['prompts']} prompts answered alike")
+        asked = counted(proof.prompts["prompts"], "prompt")
+        lines.append(f" {proof.prompts['agreement']['value']:.0%} of {asked} answered alike")
         lines += [f" {warning}" for warning in proof.prompts["warnings"]]
         if proof.prompts["correct"]:
             right = proof.prompts["correct"]

@@ -12,6 +12,7 @@ from quantry.errors import CheckpointError
 from quantry.quantizing.artefact_file import AGAIN, read_artefact_file
 from quantry.quantizing.recipe import presets
 from quantry.report.content import Interval
+from quantry.report.sizes import counted
 from quantry.storage import ARTEFACT_FILE
 
 MANY = 12  # rules of a recipe; beyond, they are counted
@@ -113,7 +114,9 @@ class ArtefactCard:
         ]
         if len(rules) <= MANY:
             return dict(rules)
-        return {scheme: f"{number} layers" for scheme, number in Counter(scheme for _, scheme in rules).most_common()}
+        return {
+            scheme: counted(number, "layer") for scheme, number in Counter(scheme for _, scheme in rules).most_common()
+        }
 
 
 def read_card(folder: Path) -> ArtefactCard:

@@ -1,7 +1,8 @@
 """The folder of a job that writes several artefacts (run, sweep): its note, its lock, and artefacts of earlier jobs."""
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,11 @@ def write_json(file: Path, content: Any) -> None:
 def without_home(content: Any) -> Any:
     """Returns JSON content with ~ for the user's home folder, which often holds a name; every command reads it."""
     home = str(Path.home()).rstrip("/")
-    return json.loads(json.dumps(content).replace(f"{json.dumps(home)[1:-1]}/", "~/")) if home else content
+    if isinstance(content, str) and home:  # not in /data/root or /root2 if the home is /root
+        return re.sub(rf"(?<![\w.~-])(?<![\w.~-]/){re.escape(home)}(?![\w-]|\.\w)", "~", content)
+    if isinstance(content, Mapping):
+        return {without_home(key): without_home(value) for key, value in content.items()}
+    return [without_home(item) for item in content] if isinstance(content, list | tuple) else content
 
 
 def read_card(folder: Path) -> dict[str, Any]:

@@ -22,9 +22,10 @@ from quantry.quantizing.calibration.options import CalibrationOptions
 from quantry.quantizing.lacks import lacks
 from quantry.quantizing.makers.reader import WeightReader
 from quantry.quantizing.pipeline import WriteJob, write
-from quantry.quantizing.recipe import AUTO, KEYS, Recipe, build
+from quantry.quantizing.recipe import AUTO, KEYS, Recipe, build, preset_name
 from quantry.quantizing.recipe_file import read_plan, read_recipe
 from quantry.quantizing.targets import GgufTarget, target_of
+from quantry.quantizing.tensor_plan import dividing_group
 from quantry.storage import ARTEFACT_FILE, SENSITIVITY_FILE
 from quantry.types import Artefact, Progress
 
@@ -75,6 +76,7 @@ def quantize(
     Raises RecipeError for options that cannot be carried out, CheckpointError and WeightError for a model that cannot
     be read, OutputError for an output that cannot be written.
     """
+    preset = preset_name(preset) if preset else None
     out = _checked_output(output, overwrite)
     settings = {
         "preset": preset, "recipe": recipe, "plan": plan, "format": format, "group": group, "rounder": rounder,
@@ -103,6 +105,7 @@ class JobOptions:
     importance: Importance | None = None  # read from a file
     mixture: "Mixture | None" = None
     overwrite: bool = False
+    notes: tuple[str, ...] = ()
 
 
 class QuantizeJob:
@@ -172,7 +175,7 @@ class QuantizeJob:
         mixture = self._options.mixture
         predicted = [f"The predicted divergence is {mixture.damage:.3g} nats a token."] if mixture else []
         calibrated = self._calibrator.notes if self._calibrator else ()
-        return [*predicted, *calibrated, *_cache_notes(self._recipe), *lacks(self._checkpoint)]
+        return [*self._options.notes, *predicted, *calibrated, *_cache_notes(self._recipe), *lacks(self._checkpoint)]
 
     def _extra_files(self) -> dict[str, bytes]:
         mixture = self._options.mixture
@@ -232,13 +235,35 @@ def _recipe(
     _refuse(settings, ("budget", "gpu"), "without --preset auto", "add it, or leave this out")
     given = [key for key in ("preset", "recipe", "plan") if settings[key] is not None]
     if len(given) != 1:
-        raise RecipeError(f"{len(given)} of --preset, --recipe and --plan are given", fix="give exactly one of them")
+        problem = f"{' and '.join(f'--{key}' for key in given)} say different things" if given else "no preset is given"
+        raise RecipeError(problem, fix="give one of --preset (such as Q4_K_M, awq or fp8), --recipe and --plan")
     written = _written(model, given[0], settings[given[0]])
-    recipe = build({**written, **{key: settings[key] for key in KEYS & settings.keys() if settings[key] is not None}})
+    wanted = {**written, **{key: settings[key] for key in KEYS & settings.keys() if settings[key] is not None}}
+    recipe, options = _with_dividing_group(model, wanted, build(wanted), options)
     imatrix = settings["imatrix"]
     vectors = importance_of(imatrix, recipe)
     known = vectors.sha256 if vectors else AUTO if str(imatrix) == AUTO else None
     return replace(recipe, imatrix=known), replace(options, importance=vectors)
+
+
+def _with_dividing_group(
+    model: str | Path, settings: Mapping[str, Any], recipe: Recipe, options: JobOptions
+) -> tuple[Recipe, JobOptions]:
+    """Takes smaller groups where those of the preset do not divide some layer, unless a size was asked for."""
+    found = None
+    if settings.get("group") is None and not options.keep_odd:
+        checkpoint = open_checkpoint(model)
+        sixteen_bit(checkpoint)
+        found = dividing_group(checkpoint, recipe)
+    if found is None:
+        return recipe, options
+    group, odd = found
+    usual = recipe.preset.scheme.weight.block[1]
+    note = (
+        f"Groups of {group} weights: {usual} do not divide the {odd.shape[1]:,} columns of {odd.module}; "
+        "--keep-odd would leave such layers in 16 bit."
+    )
+    return build({**settings, "group": group}), replace(options, notes=(*options.notes, note))
 
 
 def _written(model: str | Path, option: str, value: str | Path) -> Mapping[str, Any]:

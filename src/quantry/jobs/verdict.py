@@ -49,6 +49,19 @@ def place_of(artefact: Path, output: Path | None) -> Path | None:
     return folder if snapshot is None else home() / "proofs" / snapshot
 
 
+def obstacle(artefact: Path, output: Path | None) -> str:
+    """Returns what will keep a verdict from being written, as far as that is seen before it is measured; or nothing."""
+    place = place_of(artefact, output)
+    if place is None:
+        return ""
+    existing = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.exists())
+    taken = [place / name for name in (ARTEFACT_FILE, "README.md", PAGE, BESIDE, CARD) if (place / name).is_dir()]
+    if taken:
+        return f"{taken[0]} is a folder; {FIX}"
+    writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    return "" if writable else f"{existing} cannot be written; {FIX}"
+
+
 def record(artefact: Path, place: Path, proof: Proof, *, report: bool) -> None:
     """Writes a proof into a folder: all of its files, or none.
 

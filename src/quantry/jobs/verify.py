@@ -3,18 +3,21 @@
 from dataclasses import replace
 from pathlib import Path
 
+from quantry.engines.contract.catalogue import scoring_name
 from quantry.errors import OutputError, QuantryError
 from quantry.jobs import verdict
 from quantry.models.reader import local_folder
+from quantry.proof.gate import own_limits
 from quantry.proof.prove import VerifyOptions, prove
 from quantry.proof.tasks.judge import JudgeEndpoint
+from quantry.quantizing.origin import origin_of
 from quantry.types import Progress, Proof
 
 
 def verify(
     artefact: str | Path,
     *,
-    reference: str | Path,
+    reference: str | Path | None = None,
     text: str | Path | None = None,
     prompts: str | Path | None = None,
     tasks: str | None = None,
@@ -25,6 +28,9 @@ def verify(
     engine: str | None = None,
     engine_python: str | Path | None = None,
     gate: str = "general",
+    max_kl: float | None = None,
+    min_top1: float | None = None,
+    max_perplexity_ratio: float | None = None,
     windows: int = 16,
     length: int = 512,
     max_tokens: int = 64,
@@ -36,9 +42,11 @@ def verify(
 ) -> Proof:
     """Measures what `artefact` lost compared with `reference`, and records the verdict in its card and quantry.json.
 
-    `text` (None: a text of the package) is cut into `windows` of `length` tokens. `prompts` is a file of JSON lines,
-    `tasks` names tasks of lm-evaluation-harness with commas between, the first `limit` questions of each; `judge` is
-    the address of a third model. `engine` measures the artefact as served: GGUF files always in llama.cpp.
+    Without a `reference` it is the 16-bit model that the artefact's quantry.json names. `text` (None: a text of the
+    package) is cut into `windows` of `length` tokens. `prompts` is a file of JSON lines, `tasks` names tasks of
+    lm-evaluation-harness with commas between, the first `limit` questions of each; `judge` is the address of a third
+    model. `max_kl`, `min_top1` and `max_perplexity_ratio` replace the limits of the `gate`. `engine` measures the
+    artefact as served: GGUF files always in llama.cpp.
 
     The verdict goes into a folder `output`, with a `report` if that is asked for. Without one, that on an artefact in
     the hub's cache goes into Quantry's own cache, and that on another tool's is not recorded. `recorded` of the proof
@@ -46,18 +54,19 @@ def verify(
 
     Raises QuantryError if an option is wrong, the artefact is unfinished or the engine fails. Example:
 
-        verify("demo-w4a16", reference="demo").passed
+        verify("demo-w4a16").passed
     """
     options = VerifyOptions(
-        text, _path(prompts), tasks, limit, _judge(judge, judge_model, judge_key), engine, _path(engine_python), gate,
-        windows, length, max_tokens, device,
+        text, _path(prompts), tasks, limit, _judge(judge, judge_model, judge_key), scoring_name(engine),
+        _path(engine_python), gate, windows, length, max_tokens, device,
+        own_limits(max_kl=max_kl, min_top1=min_top1, max_perplexity_ratio=max_perplexity_ratio),
     )  # fmt: skip
     folder = _path(output)
     if folder is not None and not record:
         raise QuantryError("--no-record leaves nothing to write with -o", fix="leave one of them out")
     if folder is not None:
         verdict.check_output(folder, Path(artefact).expanduser())
-    proof = prove(str(artefact), str(reference), options, progress)
+    proof = prove(str(artefact), str(reference or origin_of(artefact)), options, progress)
     return _recorded(artefact, proof, folder, report=report) if record else proof
 
 

@@ -10,6 +10,7 @@ from quantry.errors import CheckpointError
 from quantry.llamacpp import pretokenizers
 from quantry.llamacpp.pretokenizers import PreTokenizer
 from quantry.llamacpp.tokens import CARRY, COPY, TokenizerFiles, Tokens, added
+from quantry.storage.address_space import check_address_space
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 UNFIT = {
@@ -47,6 +48,7 @@ def read(files: TokenizerFiles) -> tuple[Tokens, PreTokenizer]:
 def _load(files: TokenizerFiles) -> Tokenizer:
     """Loads tokenizer.json and adds the tokens that tokenizer_config.json lists or names, as transformers does."""
     path, settings = files.folder / "tokenizer.json", files.settings
+    check_address_space()
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises a plain Exception

@@ -4,7 +4,6 @@ families.toml lists the keys of an architecture in order; name, authors, license
 model card and generation_config.json, as the `gguf` library reads them.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from math import prod
@@ -14,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 from quantry.errors import ConfigError
 from quantry.llamacpp.families import Facts, facts, family, table
 from quantry.llamacpp.tensor_map import Target
+from quantry.storage.reading import read_json, read_list
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
+COPY = "copy it from the original model"
 POOLING = {  # sentence-transformers' settings, old and new -> gguf's name
     "pooling_mode_mean_tokens": "MEAN",
     "pooling_mode_cls_token": "CLS",
@@ -102,18 +103,18 @@ def parameters(tensors: Sequence[Target]) -> tuple[int, int, int, int]:
 
 def _pooling(folder: Path) -> str | None:
     """Returns how sentence-transformers pools this model's output; None for a checkpoint without modules.json."""
-    modules = _json(folder / "modules.json")
+    file = folder / "modules.json"
     paths = [
         str(module.get("path"))
-        for module in (modules if isinstance(modules, list) else ())
+        for module in (read_list(file, fix=COPY, error=ConfigError) if file.is_file() else ())
         if isinstance(module, dict) and str(module.get("type")).endswith("Pooling")
     ]
     if not paths:
         return None
-    inside = Path(paths[0]).name == paths[0] != ".."
-    settings = _json(folder / paths[0] / "config.json") if inside else None
-    if not isinstance(settings, dict):
+    inside, file = Path(paths[0]).name == paths[0] != "..", folder / paths[0] / "config.json"
+    if not inside or not file.is_file():
         raise ConfigError(f"modules.json names {paths[0][:40]}/config.json, which is missing", fix="restore it")
+    settings = read_json(file, fix=COPY, error=ConfigError)
     named = [name for key, name in POOLING.items() if settings.get(key)] or [
         POOLING[mode] for mode in [settings.get("pooling_mode")] if isinstance(mode, str) and mode in POOLING
     ]
@@ -122,12 +123,3 @@ def _pooling(folder: Path) -> str | None:
             f"{paths[0]}/config.json has a pooling that llama.cpp does not know", fix="use mean, cls or lasttoken"
         )
     return named[0]
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{path.name} is not JSON ({str(error)[:80]})", fix="copy it from the original model"
-        ) from error

@@ -1,6 +1,5 @@
 """The tokens of a GGUF file: text, type and score of each, and the tokenizer files that give them."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,6 +10,7 @@ from gguf import TokenType
 
 from quantry.errors import CheckpointError, ConfigError
 from quantry.llamacpp.families import family, known
+from quantry.storage.reading import read_json
 
 COPY = "copy it again from the original checkpoint"
 CARRY = "use a format that carries tokenizer.json along, such as compressed-tensors"
@@ -41,14 +41,7 @@ class TokenizerFiles:
         return (self.folder / name).is_file()
 
     def read(self, name: str) -> dict[str, Any]:
-        path = self.folder / name
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} cannot be read: {str(error)[:120]}", fix=COPY) from error
-        if not isinstance(content, dict):
-            raise CheckpointError(f"{path} holds no JSON object", fix=COPY)
-        return content
+        return read_json(self.folder / name, fix=COPY, error=CheckpointError)
 
 
 def files_of(folder: Path, config: Mapping[str, Any]) -> TokenizerFiles:

@@ -63,11 +63,13 @@ def _renderer(_pid: int) -> "Renderer":
 class Renderer:
     """A process that renders chats, each within `seconds` of processor time and `memory` bytes in all.
 
-    A new one is started after one has died.
+    A new one is started after one has died. With a `folder` of ONNX Runtime GenAI that library renders, with the
+    folder's own template.
     """
 
-    def __init__(self, seconds: float = SECONDS, memory: int = MEMORY) -> None:
+    def __init__(self, seconds: float = SECONDS, memory: int = MEMORY, folder: Path | None = None) -> None:
         self._seconds, self._memory = seconds, memory
+        self._words = [str(SCRIPT), str(memory), str(seconds), *([str(folder)] if folder else [])]
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = Lock()
 
@@ -111,7 +113,7 @@ class Renderer:
     def _started(self) -> "subprocess.Popen[bytes]":
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, str(SCRIPT), str(self._memory), str(self._seconds)],
+                [sys.executable, *self._words],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         return self._process

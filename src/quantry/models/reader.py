@@ -1,6 +1,5 @@
 """Opening a checkpoint from what the user wrote: finds it and reads its headers and small files, but no weights."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -13,6 +12,7 @@ from quantry.models import gguf, safetensors
 from quantry.models.config_numbers import check_numbers
 from quantry.models.files import SMALL_FILE_LIMIT, CheckpointFiles, LocalFiles, read_small
 from quantry.models.hub import HUB_ID, HubFiles
+from quantry.storage.reading import parse_object
 from quantry.storage.temporary import temporary_folder
 from quantry.types import Checkpoint
 
@@ -143,13 +143,7 @@ def _open_gguf(files: CheckpointFiles, name: str, source: str) -> Checkpoint:
 def _read_json(files: CheckpointFiles, name: str, fix: str) -> dict[str, Any]:
     if name not in files.sizes:
         raise ConfigError(f"{files.label} has no {name}", fix=fix)
-    try:
-        value = json.loads(read_small(files, name))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{files.label}/{name} is not JSON ({str(error)[:80]})", fix=fix) from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{files.label}/{name} holds a JSON {type(value).__name__}, not an object", fix=fix)
-    return value
+    return parse_object(read_small(files, name), f"{files.label}/{name}", fix=fix, error=ConfigError)
 
 
 def _has_chat_template(files: CheckpointFiles) -> bool:

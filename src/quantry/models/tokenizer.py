@@ -7,13 +7,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from quantry.errors import STOPS, CheckpointError
 from quantry.models import chat_template
 from quantry.models.chat_template import Messages
+from quantry.storage.address_space import check_address_space
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a folder, from tokenizer.json if possible: family classes would rebuild its parts.
 
-    Raises CheckpointError if it cannot be read.
+    Raises CheckpointError if it cannot be read, QuantryError if there is no room for it.
     """
+    check_address_space()
     loader = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
     try:
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(folder, trust_remote_code=False)

@@ -63,6 +63,8 @@ class Workspace:
         return read_json(path, fix=f"remove {self.folder}") if path.exists() else {}
 
     def write(self, name: str, data: bytes) -> None:
+        """Writes a small file; `name` may lie in a folder of its own."""
+        (self.folder / name).parent.mkdir(exist_ok=True)
         write_atomically(self.folder / name, data)
 
 

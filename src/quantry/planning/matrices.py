@@ -105,12 +105,12 @@ def _markdown(table: Matrix) -> str:
             " | ".join([f"| {label}", *(f"{cell.ours} *" if cell.why else cell.ours for cell in cells)]) + " |"
         )
     reasons = [
-        f"- {label}, {column}: {cell.why} (handbook: {cell.handbook})"
+        f"- {label}, {column}: {cell.why} (common advice: {cell.handbook})"
         for label, cells in table.rows.items()
         for column, cell in zip(table.columns, cells, strict=True)
         if cell.why
     ]
-    return "\n".join([*lines, "", *(["Where it differs from the handbook:", "", *reasons, ""] if reasons else [])])
+    return "\n".join([*lines, "", *(["Where it differs from common advice:", "", *reasons, ""] if reasons else [])])
 
 
 def cases() -> list[dict[str, Any]]:

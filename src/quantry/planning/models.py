@@ -4,7 +4,6 @@ A shape is a config.json, or a row of models.toml found by a loosely written nam
 16-bit model that the config describes, and no bytes to read.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from quantry.models.reader import DEMO, PICKLES, open_checkpoint
 from quantry.models.shapes import complete, tensors_of
 from quantry.planning.stored import QUANTIZED, config_scheme, read_name
 from quantry.storage import read_data
+from quantry.storage.reading import parse_object
 from quantry.types import Checkpoint
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".gguf", *PICKLES)
@@ -190,14 +190,8 @@ def _bare_config(path: Path) -> Path | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    fix = "give the config.json of a model"
-    try:
-        value = json.loads(read_small(LocalFiles(path.parent), path.name))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON ({str(error)[:80]})", fix=fix) from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds a JSON {type(value).__name__}, not an object", fix=fix)
-    return value
+    data = read_small(LocalFiles(path.parent), path.name)
+    return parse_object(data, str(path), fix="give the config.json of a model", error=ConfigError)
 
 
 def _suggestion(name: str) -> str:

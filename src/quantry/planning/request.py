@@ -1,11 +1,12 @@
 """What `quantry plan` is asked: options as the user gives them, and the checked request that they become."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from quantry.devices import Device, Hardware
 from quantry.devices.catalogue import parse
-from quantry.engines.contract.catalogue import engine_facts
+from quantry.engines.contract.catalogue import engine_name
 from quantry.errors import QuantryError
 from quantry.formats.gguf import NAME as GGUF
 from quantry.models.attention import text_config
@@ -16,6 +17,7 @@ from quantry.planning.facts import Facts, capability
 from quantry.planning.load import Goals, LoadOptions, read_load
 from quantry.planning.ready import ReadyFiles, ready_files
 from quantry.planning.rules import Use, find_use, needs_remote_code, tier
+from quantry.quantizing.lacks import lacks
 from quantry.quantizing.recipe import Recipe
 from quantry.report.sizes import human
 from quantry.types import Checkpoint, Workload
@@ -100,8 +102,7 @@ def read_request(model: str, checkpoint: Checkpoint, options: PlanOptions) -> Re
     Raises QuantryError if a name is unknown, a number is out of range or an option contradicts the model.
     """
     use = find_use(options.use)
-    if options.engine is not None:
-        engine_facts(options.engine)  # raises for an unknown one
+    engine = None if options.engine is None else engine_name(options.engine)
     hardware = parse(options.gpu) if options.gpu is not None else _this_machine()
     if use.name == "vlm" and "vision_config" not in checkpoint.config:
         raise QuantryError(f"--for {options.use} is asked, and {model} has no vision tower", fix="leave --for out")
@@ -114,13 +115,13 @@ def read_request(model: str, checkpoint: Checkpoint, options: PlanOptions) -> Re
         hardware=hardware,
         use=use,
         workload=load.workload,
-        engine=options.engine,
+        engine=engine,
         budget=None if options.budget is None else _budget(options.budget, hardware),
         exact=options.load.concurrency is not None,
         stored=stored,
         ready=None if stored and stored.format == GGUF else ready_files(name, shape),
         goals=load.goals,
-        notes=(*_borrowed(checkpoint), *load.notes),
+        notes=(*_borrowed(checkpoint), *_lacks(checkpoint), *load.notes),
     )
 
 
@@ -128,6 +129,12 @@ def _borrowed(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Says what of the model is taken from the catalogue."""
     sentence = checkpoint.metadata.get("borrowed")
     return (str(sentence),) if sentence else ()
+
+
+def _lacks(checkpoint: Checkpoint) -> Iterator[str]:
+    """Says what a checkpoint lacks to be served; models of the catalogue and GGUF files are known to be."""
+    if checkpoint.format != GGUF and checkpoint.metadata.get("shape", "config") == "config":
+        yield from lacks(checkpoint)
 
 
 def _this_machine() -> Hardware:

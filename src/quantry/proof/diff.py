@@ -14,6 +14,7 @@ from quantry.proof.divergence import Scores, TopK
 from quantry.proof.sources import ModelSource, open_source, tokenizer
 from quantry.proof.text import Window, fitting_length, load_text
 from quantry.proof.text import windows as cut
+from quantry.quantizing.origin import origin_of
 from quantry.types import Difference, Progress
 
 FIGURES = ("kl", "kl_median", "kl_p99", "top1")
@@ -22,7 +23,7 @@ SHOWN = 10
 
 def diff(
     a: str | Path,
-    b: str | Path,
+    b: str | Path | None = None,
     *,
     text: str | Path | None = None,
     windows: int = 16,
@@ -32,10 +33,13 @@ def diff(
 ) -> Difference:
     """Compares two artefacts, or an artefact and its original, both decoded from their bytes; KL is of B against A.
 
+    One artefact alone is B, and A the 16-bit model that its quantry.json names.
+
     Raises QuantryError if the vocabularies differ in size or the text is too short for a window.
     """
     content = load_text(text)
-    sources = open_source(a), open_source(b)
+    first, second = (origin_of(a), a) if b is None else (a, b)
+    sources = open_source(first), open_source(second)
     _check_vocabularies(*sources)
     length, notes = fitting_length(length, *(source.config for source in sources))
     cuts, cuts_of_b = (cut(content, tokenizer(source), length, windows or None) for source in sources)
@@ -44,8 +48,8 @@ def diff(
     walk_a, walk_b = (
         _finished_walk(source, cuts, device, letter, progress) for source, letter in zip(sources, "AB", strict=True)
     )
-    first, second = tee(_pairs(walk_a, walk_b, cuts))  # read in step, so that one window is in memory at a time
-    figures = divergence.summary((pair[0] for pair in first), (pair[1] for pair in second))
+    pairs, again = tee(_pairs(walk_a, walk_b, cuts))  # read in step, so that one window is in memory at a time
+    figures = divergence.summary((pair[0] for pair in pairs), (pair[1] for pair in again))
     errors = sorted(tensor_errors.errors(*sources), key=lambda tensor: -tensor.error)
     return Difference(
         a=_side(sources[0], figures.reference_perplexity.value),

@@ -19,6 +19,8 @@ from quantry.storage import read_data
 _table = partial(read_data, "quantry.proof", "gates.toml")
 SERVED = "served."
 ENGINE = "served_gap"
+OWN = "your limit"
+OWN_LIMITS = {"max_kl": "kl", "min_top1": "top1", "max_perplexity_ratio": "perplexity_ratio"}  # options: measures
 Number = float | Interval
 
 
@@ -45,22 +47,28 @@ class _Limit:
     fix: str
     source: str
     warning: bool = False
+    exact: bool = False  # no noise is added
 
 
-def judge(measured: Mapping[str, Number], use: str, preset: str | None) -> tuple[Finding, ...]:
+def judge(
+    measured: Mapping[str, Number], use: str, preset: str | None, own: Mapping[str, float] | None = None
+) -> tuple[Finding, ...]:
     """Compares measured numbers with the limits of a use, and with those of a preset that gates.toml knows.
+
+    Limits of one's `own` replace those of the use, and are kept to the digit: no noise is added to them.
 
     Names are those of `measures` in gates.toml, prefixed with `served.` for the numbers of an engine; other numbers are
     ignored. `noise_floor` is what the 16-bit model itself loses in 16-bit arithmetic; it is added to every KL limit.
     Raises UnknownNameError for an unknown use, and QuantryError if a number is missing or not finite.
     """
     row = _use(use)
-    _check(measured, tuple(row["limits"]), use)
+    own = own or {}
+    _check(measured, (*row["limits"], *own), use)
     noise = _value(measured.get("noise_floor", 0.0))
     findings = [
         _finding(name, number, limit, noise)
         for name, number in measured.items()
-        for limit in _limits(name.removeprefix(SERVED), use, preset)
+        for limit in _limits(name.removeprefix(SERVED), use, preset, own)
     ]
     if "kl" in measured and f"{SERVED}kl" in measured:
         findings.append(_engine(_value(measured["kl"]), _value(measured[f"{SERVED}kl"]), noise))
@@ -75,6 +83,20 @@ def verdict(findings: Iterable[Mapping[str, Any]]) -> Literal["pass", "fail"]:
 def uses() -> dict[str, str]:
     """Returns the available gates, and what each is for."""
     return {name: row["about"] for name, row in _table()["uses"].items()}
+
+
+def own_limits(**options: float | None) -> dict[str, float]:
+    """Returns limits by measure. Raises QuantryError for one that is no number of its measure."""
+    limits = {}
+    for name, limit in options.items():
+        least, most = (0.0, 1.0) if name.startswith("min_") else (0.0, 1e9)
+        if limit is None:
+            continue
+        if not least <= limit <= most:
+            flag = f"--{name.replace('_', '-')}"
+            raise QuantryError(f"{flag} {limit} is not from {least:g} to {most:g}", fix=f"give {flag} a share or size")
+        limits[OWN_LIMITS[name]] = limit
+    return limits
 
 
 def check_use(name: str) -> None:
@@ -102,9 +124,11 @@ def _check(measured: Mapping[str, Number], wanted: Sequence[str], use: str) -> N
         )
 
 
-def _limits(name: str, use: str, preset: str | None) -> Iterator[_Limit]:
+def _limits(name: str, use: str, preset: str | None, own: Mapping[str, float]) -> Iterator[_Limit]:
     table, row = _table(), _use(use)
-    if name in row["limits"]:
+    if name in own:
+        yield _Limit(OWN, own[name], row["fix"], "the command line", exact=True)
+    elif name in row["limits"]:
         yield _Limit(f"use {use}", fix=row["fix"], **row["limits"][name])
     for always in table["always"]:
         if always["measure"] == name:
@@ -119,7 +143,7 @@ def _limits(name: str, use: str, preset: str | None) -> Iterator[_Limit]:
 def _finding(name: str, number: Number, limit: _Limit, noise: float) -> Finding:
     measure = _table()["measures"][name.removeprefix(SERVED)]
     value, low, high = _bounds(number)
-    bar = limit.limit + (noise if name.removeprefix(SERVED) == "kl" else 0.0)
+    bar = limit.limit + (noise if name.removeprefix(SERVED) == "kl" and not limit.exact else 0.0)
     ok = value <= bar if measure["best"] == "low" else value >= bar
     straddles = low <= bar <= high and low < high
     where = "as served, " if name.startswith(SERVED) else ""

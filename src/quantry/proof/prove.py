@@ -5,7 +5,7 @@ in the 16-bit model (once, it is cached), in the artefact decoded from its bytes
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ class VerifyOptions:
     length: int
     max_tokens: int
     device: str
+    limits: Mapping[str, float] = field(default_factory=dict)  # one's own, by measure
 
     def questions(self) -> Questions:
         return read_questions(self.prompts, self.tasks, self.limit, self.max_tokens, self.judge)
@@ -122,7 +123,7 @@ def _prove(artefact: str, reference: str, options: VerifyOptions, progress: Prog
     prompts = _prompt_report(questions, base, answered, measured, progress)
 
     recorded = _recorded(quantized)
-    judged = gates.judge(_numbers(measured, prompts), options.gate, recorded.get("preset"))
+    judged = gates.judge(_numbers(measured, prompts), options.gate, recorded.get("preset"), options.limits)
     findings = [*({**asdict(check), "warning": False} for check in checked), *_suspects(errors), *map(asdict, judged)]
     return Proof(
         artefact=artefact,

@@ -7,8 +7,11 @@ from quantry.types import Checkpoint
 
 
 def lacks(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yields a sentence for a missing tokenizer, and for an architecture that neither engine nor library here knows."""
-    if checkpoint.tokenizer is None:
+    """Yields a sentence for a missing tokenizer, and for an architecture that neither engine nor library here knows.
+
+    Of a config without weights only the architecture counts.
+    """
+    if checkpoint.tokenizer is None and "shape" not in checkpoint.metadata:
         yield f"{checkpoint.source} has no tokenizer, so engines will not serve the artefact until one is added."
     names = checkpoint.config.get("architectures")
     architecture = str(names[0]) if isinstance(names, list) and names else ""

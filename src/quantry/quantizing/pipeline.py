@@ -20,6 +20,7 @@ from quantry.errors import QuantryError
 from quantry.models.workspace import Workspace, workspace
 from quantry.quantizing import card
 from quantry.quantizing.calibration.block_inputs import BlockInputs, NoCalibration
+from quantry.quantizing.origin import remember
 from quantry.quantizing.recipe import Recipe
 from quantry.quantizing.shards import Container, ShardedWriter, entries_of
 from quantry.quantizing.tensor_plan import BlockPieces, Piece, TensorPlan, shards
@@ -130,4 +131,5 @@ def _finish(work: Workspace, job: WriteJob, writer: ShardedWriter, notes: tuple[
     artefact = card.finish(job.planned, writer.files, notes)
     work.write(ARTEFACT_FILE, card.as_json(artefact, job.recipe, job.plan, job.source).encode())
     work.write("README.md", card.as_markdown(artefact, job.recipe, job.plan).encode())
+    remember(job.folder, job.source)
     return artefact

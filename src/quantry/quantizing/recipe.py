@@ -164,11 +164,18 @@ def presets() -> dict[str, Preset]:
     return dict(_presets())
 
 
+def preset_name(name: str) -> str:
+    """Returns the preset that somebody means by `Q4_K_M`, `awq` or `int4`. Raises UnknownNameError."""
+    known = _presets()
+    types = {each.removeprefix(f"{GGUF}-"): each for each in known if each.startswith(f"{GGUF}-")}
+    return registry.resolve("preset", name, (*known, AUTO), {**types, **read_data("quantry", "preset_names.toml")})
+
+
 def preset(name: str, group: int | None = None) -> Preset:
     """Returns the preset of that name, with another group size if given. Raises UnknownNameError or RecipeError."""
+    name = preset_name(name)
     if name == AUTO:
         raise RecipeError("preset auto is chosen for one model and size", fix="use it with quantry quantize --budget")
-    registry.check("preset", name, _presets())
     named = _presets()[name]
     return named if group is None else _with_group(named, group)
 

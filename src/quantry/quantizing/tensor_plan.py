@@ -12,8 +12,9 @@ from itertools import groupby
 
 from quantry.errors import QuantryError, RecipeError, WeightError
 from quantry.formats.contract import CacheFormat, Format, load_format
+from quantry.formats.gguf import NAME as GGUF
 from quantry.llamacpp.tensor_map import Target
-from quantry.models.attention import text_config
+from quantry.models.attention import block_count, text_config
 from quantry.models.caching import per_checkpoint
 from quantry.models.linears import FLOATS, Linear, linears
 from quantry.models.parts import decoder_block, part_of
@@ -275,6 +276,24 @@ def _cache_scales(
         )
         for module in modules
     ]
+
+
+def dividing_group(checkpoint: Checkpoint, recipe: Recipe) -> tuple[int, Linear] | None:
+    """Returns the largest group that divides every layer, and the layer that the recipe's own group does not divide.
+
+    None if its own divides all, if none does, or if the recipe has no groups of integers.
+    """
+    grid = recipe.preset.scheme.weight
+    if grid.kind != "int" or grid.block[0] != 1 or recipe.format in (CAST, GGUF):
+        return None
+    layers = [
+        linear
+        for linear in linears(checkpoint, block_count(checkpoint.config))
+        if recipe.preset_for(linear.module) == recipe.preset
+    ]
+    odd = next((linear for linear in layers if not _divides(grid, linear)), None)
+    group = next((size for size in GROUPS if all(layer.shape[1] % size == 0 for layer in layers)), None)
+    return None if odd is None or group is None else (group, odd)
 
 
 def _check_shape(linear: Linear, grid: Grid, layers: Sequence[Linear]) -> None:

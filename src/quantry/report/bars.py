@@ -9,6 +9,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from quantry.report.content import Content, FileRow, plain
 from quantry.report.drawing import SMALL, WIDE, Plot, figure_of, name_width, round_numbers, shortened, spare
 from quantry.report.ink import light
+from quantry.report.sizes import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +39,11 @@ def quality(content: Content, width: int) -> Plot | None:
         axes = figure.add_axes((left / width, base / height, across / width, (each - 62) / height))
         _bars(axes, rows, name, content.reference_perplexity, across)
         _bar_names(axes, rows, room if not (side_by_side and at) else 0, content.chosen)
-    about = f"Bars for {len(rows)} files, smallest first. " + "; ".join(_quality_words(row) for row in rows) + "."
+    about = (
+        f"Bars for {counted(len(rows), 'file')}, smallest first. "
+        + "; ".join(_quality_words(row) for row in rows)
+        + "."
+    )
     caption = "Bars begin at the 16-bit model: shorter is better."
     return Plot("quality", "Perplexity and same first token", about, figure, caption)
 

@@ -15,7 +15,7 @@ from quantry.report.content import Content, FileRow, frontier, plain
 from quantry.report.drawing import SMALL, WIDE, Plot, legend, one_axes, round_numbers, shortened, spare, text_width
 from quantry.report.ink import light
 from quantry.report.labels import Box, leader, nearest, place
-from quantry.report.sizes import human, unit_of
+from quantry.report.sizes import counted, human, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -185,7 +185,7 @@ def _legend(figure: Figure, width: int, rows: Sequence[FileRow], content: Conten
 
 def _pareto_words(rows: Sequence[FileRow], best: Sequence[FileRow]) -> str:
     names = ", ".join(f"{plain(row.name)} ({human(row.bytes)}, KL {row.judged:.3g})" for row in best)
-    return f"{len(rows)} files by size and KL divergence from the 16-bit model. On the frontier: {names}."
+    return f"{counted(len(rows), 'file')} by size and KL divergence from the 16-bit model. On the frontier: {names}."
 
 
 def _pareto_caption(rows: Sequence[FileRow], left_out: int, bottom: float) -> str:

@@ -1,4 +1,4 @@
-"""Sizes for people, the same everywhere: reports, plans, errors and the command line."""
+"""Sizes and counts for people, the same everywhere: reports, plans, errors and the command line."""
 
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 
@@ -14,3 +14,13 @@ def human(count: float) -> str:
         if count >= size / 10:
             return f"{count / size:,.1f} {unit}"
     return f"{count:,.0f} bytes"
+
+
+def counted(number: int, what: str, several: str | None = None) -> str:
+    """Writes a number with its noun: '1 file', '1,024 files', '2 passes' where `several` is 'passes'."""
+    return f"{number:,} {what if number == 1 else several or what + 's'}"
+
+
+def nats(value: float) -> str:
+    """Formats a divergence; one that rounding errors have made negative is none."""
+    return "0" if value < 1e-7 else f"{value:.3g}"

@@ -74,6 +74,12 @@ class Stream:
                     self._words.append(piece.text)
                 yield piece
 
+    def close(self) -> None:
+        """Ends the connection; a server stops an answer that nobody reads."""
+        close = getattr(self._chunks, "close", None)
+        if close is not None:
+            close()
+
     def whole(self) -> Answer:
         """Waits for the end and returns the answer."""
         for _ in self:
@@ -118,16 +124,23 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _first_model(self) -> str:
+    def models(self) -> tuple[str, ...]:
+        """Returns the models that the server lists; none if its list cannot be read."""
         with _network_errors(self.url):
             reply = self._client.get(f"{self.url}/v1/models")
             self._check(reply)
             try:
-                return str(reply.json()["data"][0]["id"])
-            except (ValueError, KeyError, IndexError, TypeError) as error:
-                raise ServerError(
-                    f"{self.url} answers, but names no model at /v1/models", fix="give --model, or another URL"
-                ) from error
+                return tuple(str(row["id"]) for row in reply.json()["data"])
+            except (ValueError, KeyError, TypeError):
+                return ()
+
+    def _first_model(self) -> str:
+        listed = self.models()
+        if not listed:
+            raise ServerError(
+                f"{self.url} answers, but names no model at /v1/models", fix="give --model, or another URL"
+            )
+        return listed[0]
 
     def _stream(self, path: str, body: Mapping[str, Any]) -> Stream:
         request = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}, **body}

@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 
 from quantry.devices.host import memory
 from quantry.errors import QuantryError
+from quantry.storage.address_space import mapped_bytes
 
 END = "--end-with-stdin"
 PARSE = "_Z19common_params_parseiPPcR13common_params13llama_examplePFviS0_E"  # common_params_parse, in llama.cpp
@@ -100,13 +101,11 @@ def _trimmer() -> Callable[[], object]:
 
 def _leave_memory() -> None:
     """Keeps requests from taking all memory of the machine; does nothing where the system does not tell of it."""
-    with suppress(OSError, ValueError, IndexError):
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-        most, (_, hard) = (
-            pages * resource.getpagesize() + int(memory()[1] * SHARE),
-            resource.getrlimit(resource.RLIMIT_AS),
-        )
-        resource.setrlimit(resource.RLIMIT_AS, (most if hard < 0 else min(most, hard), hard))
+    mapped, (_, hard) = mapped_bytes(), resource.getrlimit(resource.RLIMIT_AS)
+    with suppress(OSError, ValueError):
+        if mapped:
+            most = mapped + int(memory()[1] * SHARE)
+            resource.setrlimit(resource.RLIMIT_AS, (most if hard < 0 else min(most, hard), hard))
 
 
 def _parsed(words: Sequence[str], example: int) -> Any:

@@ -15,6 +15,7 @@ from quantry.engines.contract.catalogue import Engine, Outdated, engine_facts
 from quantry.engines.contract.command import HERE, Command, check
 from quantry.engines.contract.options import Options, Serving
 from quantry.errors import QuantryError
+from quantry.llamacpp.families import known
 from quantry.models.identity import identity
 from quantry.serving import container
 from quantry.serving.embedded import END
@@ -65,9 +66,17 @@ class ServerPlan:
             raise QuantryError(
                 f"{facts.name} is installed for {self.serving.python} without its server, which needs"
                 f" {' and '.join(missing)}",
-                fix=f"{facts.installed_by(self.serving.platform)}, or serve a GGUF file in the embedded llama.cpp:"
-                f" quantry quantize {self.model.source} --preset gguf-bf16 -o OUT",
+                fix=f"{self._as_gguf()}{facts.installed_by(self.serving.platform)}",
             )
+
+    def _as_gguf(self) -> str:
+        """Returns the commands that serve a 16-bit model in the engine that comes with Quantry; else nothing."""
+        names = self.model.checkpoint.config.get("architectures") if self.model.checkpoint else None
+        if self.model.format != "safetensors" or not isinstance(names, list) or not {*map(str, names)} & {*known()}:
+            return ""
+        source, out = shlex.quote(self.model.source), shlex.quote(f"{self.model.name}-gguf-bf16")
+        made = f"quantry quantize {source} --preset gguf-bf16 -o {out}"
+        return f"serve it as a GGUF file, which needs no more: {made} && quantry serve {out}; or "
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the JSON of `quantry serve --json`; keys and other secrets are hidden."""

@@ -24,7 +24,7 @@ from quantry.engines.contract.boot_log import Facts
 from quantry.engines.contract.command import HERE, Command, Step
 from quantry.engines.contract.process_group import Watcher, ended_with_us, kill_group
 from quantry.errors import QuantryError
-from quantry.storage import VARIABLE, home
+from quantry.storage import VARIABLE, home, write_atomically, write_named
 
 PORTS = range(1, 65536)
 GRACE = 15.0  # seconds between asking an engine to end and ending it
@@ -311,7 +311,8 @@ def _folder(log: Path | None, launch: Launch) -> Path:
 @contextmanager
 def _log(file: Path) -> Iterator[BinaryIO]:
     try:
-        output = file.open("wb")
+        write_named(file, b"")  # a new file: another may have put a link there
+        output = file.open("ab")
     except OSError as error:
         raise QuantryError(f"cannot write {file}: {error.strerror}", fix="give --log another file") from error
     with output:
@@ -321,7 +322,7 @@ def _log(file: Path) -> Iterator[BinaryIO]:
 def _with_files(command: Command, folder: Path) -> Path | None:
     """Writes the files of a command and returns the folder to start it in; None (the current one) without files."""
     for name, text in command.files.items():
-        (folder / name).write_text(text, encoding="utf-8")
+        write_atomically(folder / name, text.encode())
     return folder if command.files else None
 
 

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from quantry import registry
 from quantry.devices import Hardware
-from quantry.engines.contract.catalogue import OwnFormat, engine_facts, engines, known_version, usual
+from quantry.engines.contract.catalogue import OwnFormat, engine_facts, engine_name, engines, known_version, usual
 from quantry.errors import ConfigError, ModelNotFoundError, QuantryError
 from quantry.models.already_quantized import quantization
 from quantry.models.attention import context_length
 from quantry.models.reader import IMPORTANCE, local_folder, open_checkpoint
+from quantry.storage.reading import read_json
 from quantry.types import Checkpoint
 
 PROBE = """
@@ -29,6 +31,7 @@ for name in sys.argv[1:]:
         pass
 print(json.dumps(versions))
 """
+BUILD = "build the folder again"
 PATIENCE = 60.0  # seconds for a program to say its version
 
 
@@ -88,8 +91,9 @@ def select(model: ServedModel, engine: str | None, python: Path | None) -> str:
         )
     if engine is None:
         return _usual(model, python)
+    engine = engine_name(engine)
     if engine not in fitting:
-        loads = ", ".join(engine_facts(engine).formats)  # an unknown name is answered with suggestions
+        loads = ", ".join(engine_facts(engine).formats)
         raise QuantryError(
             f"{engine} does not load {model.source}, which is {model.format} (it loads {loads})",
             fix=f"use --engine {' or '.join(fitting)}{_conversion(model, engine)}",
@@ -251,10 +255,9 @@ def _own_context(folder: Path, stored: str) -> int | None:
     own = next(own for own in _own_formats() if own.name == stored)
     if not own.context:
         return None
-    try:
-        value = json.loads((folder / own.file).read_text(encoding="utf-8"))
-        for key in own.context:
-            value = value[key]
-        return int(value)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{folder / own.file} cannot be read: {error}", fix="build the folder again") from error
+    value: Any = read_json(folder / own.file, fix=BUILD, error=ConfigError)
+    for key in own.context:
+        value = value.get(key) if isinstance(value, dict) else None
+    if type(value) is not int:
+        raise ConfigError(f"{folder / own.file} is damaged: {'.'.join(own.context)} is not a whole number", fix=BUILD)
+    return value

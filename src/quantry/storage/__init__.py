@@ -17,6 +17,7 @@ from typing import Any
 
 VARIABLE = "QUANTRY_CACHE"
 ARTEFACT_FILE = "quantry.json"  # of an artefact: recipe, versions, hashes, fates, proof
+STREAMS = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))  # folders of names that are never replaced
 SENSITIVITY_FILE = "sensitivity.json"  # what a mixture was chosen by
 
 
@@ -34,6 +35,15 @@ def read_data(package: str, name: str) -> dict[str, Any]:
 def write_atomically(path: Path, data: bytes) -> None:
     """Writes a small file that is either complete or absent; a link of that name is replaced, never followed."""
     write_together({path: data})
+
+
+def write_named(path: Path, data: bytes) -> None:
+    """Writes a file that a user named: through no link, but into a device or a pipe, such as /dev/stdout, as it is."""
+    if path.absolute().parent in STREAMS or path.is_fifo() or path.is_char_device():
+        with path.open("ab") as stream:
+            stream.write(data)
+    else:
+        write_atomically(path, data)
 
 
 def write_together(files: Mapping[Path, bytes]) -> None:

@@ -23,6 +23,15 @@ def read_json(
     return parse_object(read_bytes(file, fix=fix, error=error, limit=limit), str(file), shape, fix=fix, error=error)
 
 
+def read_list(file: Path, *, fix: str, error: type[QuantryError] = OutputError, limit: int = LIMIT) -> list[Any]:
+    """Reads a JSON list; it is refused for the same reasons as an object."""
+    data = read_bytes(file, fix=fix, error=error, limit=limit)
+    content = _parsed(data, str(file), fix, error, json.loads)
+    if not isinstance(content, list):
+        raise error(f"{file} is damaged: it holds a {type(content).__name__}, not a list", fix=fix)
+    return content
+
+
 def read_toml(file: Path, *, fix: str, error: type[QuantryError] = OutputError, limit: int = LIMIT) -> dict[str, Any]:
     """Reads a TOML file; it is refused for the same reasons as JSON."""
     data = read_bytes(file, fix=fix, error=error, limit=limit)
@@ -51,6 +60,15 @@ def parse_object(
     parse: Callable[[str], Any] = json.loads,
 ) -> dict[str, Any]:
     """Returns the object of such a file's bytes. Raises `error` as `read_json` does."""
+    content = _parsed(data, name, fix, error, parse)
+    if not isinstance(content, dict):
+        raise error(f"{name} is damaged: it holds a {type(content).__name__}, not an object", fix=fix)
+    if words := fault(content, shape) if shape is not None else "":
+        raise error(f"{name} is damaged: {words}", fix=fix)
+    return content
+
+
+def _parsed(data: bytes, name: str, fix: str, error: type[QuantryError], parse: Callable[[str], Any]) -> Any:
     try:
         content = parse(data.decode("utf-8"))
     except UnicodeDecodeError as problem:
@@ -60,8 +78,6 @@ def parse_object(
     except ValueError as problem:
         kind = "JSON" if parse is json.loads else "TOML"
         raise error(f"{name} is damaged: it is not {kind} ({str(problem)[:80]})", fix=fix) from problem
-    if not isinstance(content, dict):
-        raise error(f"{name} is damaged: it holds a {type(content).__name__}, not an object", fix=fix)
-    if words := plain_fault(content) or (fault(content, shape) if shape is not None else ""):
+    if words := plain_fault(content):
         raise error(f"{name} is damaged: {words}", fix=fix)
     return content

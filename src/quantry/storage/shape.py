@@ -88,7 +88,7 @@ def _is_scalar(value: Any, shape: type) -> bool:
 
 
 def _is_text(value: str) -> bool:
-    return not any("\ud800" <= letter <= "\udfff" for letter in value)
+    return value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 def _inside(name: str, item: Any) -> Iterator[tuple[str, Any]]:

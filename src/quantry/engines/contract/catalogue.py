@@ -5,7 +5,7 @@ Reading them imports no engine; `adapter.adapter` does.
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -110,6 +110,7 @@ class ServerFacts:
     """How a running server of an engine behaves."""
 
     port: int = 8000
+    page: str | None = None  # the path of a page for people: a chat, or the API to try
     health: str = "/health"  # the path that answers 200 once it serves
     model_name: Literal["given", "lower", "path"] = (
         "given"  # in requests: as chosen, in lower case, or the model's path
@@ -227,6 +228,7 @@ class Engine:
     folder: Path  # that its files are in
     formats: tuple[str, ...]  # that it loads
     releases: tuple[Release, ...]  # oldest first
+    also: tuple[str, ...] = ()  # what else people call it
     rank: int = LAST  # its place in lists, and among several usual engines of a format
     usual_for: tuple[str, ...] = ()  # formats
     like: str | None = None  # the engine it runs: memory and speed are as there, where it states nothing else
@@ -282,8 +284,17 @@ def ranked() -> list[Engine]:
 
 def engine_facts(name: str) -> Engine:
     """Returns what is known of an engine. Raises UnknownNameError, with suggestions, for an unknown name."""
-    registry.check("engine", name, engines())
-    return engines()[name]
+    return engines()[engine_name(name)]
+
+
+def engine_name(name: str, of: Collection[str] | None = None) -> str:
+    """Returns the engine that somebody means by `llamacpp` or `hf`, one of those given or of all.
+
+    Raises UnknownNameError, with suggestions, for an unknown name.
+    """
+    known = engines() if of is None else of
+    also = {other: engine.name for engine in engines().values() for other in engine.also if engine.name in known}
+    return registry.resolve("engine", name, known, also)
 
 
 def usual(stored: str) -> list[str]:
@@ -295,6 +306,11 @@ def usual(stored: str) -> list[str]:
 def verifying() -> dict[str, VerifyFacts]:
     """Returns the engines that `quantry verify` scores in, in the order of lists."""
     return {engine.name: engine.verify for engine in ranked() if engine.verify is not None}
+
+
+def scoring_name(name: str | None) -> str | None:
+    """Returns the engine of `quantry verify` that somebody means, None for none. Raises UnknownNameError."""
+    return None if name is None else engine_name(name, verifying())
 
 
 def known_version(name: str, version: str | None) -> str:

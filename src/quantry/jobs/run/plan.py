@@ -21,7 +21,7 @@ from quantry.planning.rules import find_use
 from quantry.proof.text import TextFile, fitting_length, load_text
 from quantry.proof.text import windows as cut
 from quantry.quantizing.recipe import AUTO, presets
-from quantry.report.sizes import human
+from quantry.report.sizes import counted, human
 from quantry.serving.process import check_port
 from quantry.serving.select import Installed, find_engine
 from quantry.storage import ARTEFACT_FILE
@@ -156,7 +156,7 @@ class RunPlan:
         if not self.is_quantized:
             work.append(f"{self.plan.model['parameters'] / 1e9:,.2f} billion parameters are quantized")
         if not self.is_verified:
-            work.append(f"{self.text.windows} windows of {self.text.length} tokens are measured")
+            work.append(f"{counted(self.text.windows, 'window')} of {self.text.length} tokens are measured")
         return f"{self.summary()}\n{' and '.join(work)}, in {self.folder.path}. Go on?"
 
 

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from time import perf_counter
@@ -172,10 +172,17 @@ class RunSteps:
             speed=self._speed(), question=plan.options.question if self._answer else None,
             answer=self._answer.text if self._answer else None, url=self._running.url if self._running else None,
             commands=self._commands(), steps=tuple(self._steps),
-            notes=tuple(dict.fromkeys([*plan.notes, *card["notes"], *card["proof"]["notes"]])), running=self._running,
+            notes=tuple(dict.fromkeys(self._notes())), running=self._running,
         )  # fmt: skip
         self._write(summary=without_home(result.to_dict()))
         return result
+
+    def _notes(self) -> Iterator[str]:
+        yield from self._plan.notes
+        yield from self._card["notes"]
+        yield from self._card["proof"]["notes"]
+        if self._server_plan is not None:
+            yield from self._server_plan.warnings
 
     def _check_request(self, request: Mapping[str, Any]) -> None:
         before = self._record.get("asked")

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quantry import __version__, registry
+from quantry import __version__
 from quantry.engines.contract.catalogue import verifying
 from quantry.errors import QuantryError, RecipeError
 from quantry.formats.gguf import NAME as GGUF
@@ -54,8 +54,6 @@ class Measurement:
         """Raises QuantryError if the gate or engine is unknown, or if the engine loads none of the formats."""
         gates.check_use(self.gate)
         name, python = self.engine, self.engine_python
-        if name is not None:
-            registry.check("engine", name, verifying())
         if name and not any(self.engine_for(format_) for format_ in formats):
             raise QuantryError(f"--engine {name} has no use: it serves none of these formats", fix="leave --engine out")
         if python is not None and (name is None or not Path(python).expanduser().is_file()):

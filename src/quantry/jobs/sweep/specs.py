@@ -11,7 +11,7 @@ from quantry.errors import QuantryError, RecipeError, UnknownNameError
 from quantry.formats.gguf import NAME as GGUF
 from quantry.jobs.quantize import importance_of
 from quantry.planning.budget import parse
-from quantry.quantizing.recipe import AUTO, build
+from quantry.quantizing.recipe import AUTO, build, preset_name
 from quantry.registry import suggest
 from quantry.types import Anatomy
 
@@ -78,7 +78,10 @@ def _spec(text: str, shared: Mapping[str, Any]) -> ArtefactSpec:
         if key not in OPTIONS:
             raise UnknownNameError(f"unknown option {key[:40]!r} of {text[:60]!r}", fix=suggest(key, OPTIONS))
         options[key] = _count(value, text) if key == "group" else value
-    return ArtefactSpec(text.strip(), preset.strip(), {**shared, **options})
+    try:
+        return ArtefactSpec(text.strip(), preset_name(preset.strip()), {**shared, **options})
+    except UnknownNameError as error:
+        raise UnknownNameError(f"{text.strip()}: {error.problem}", fix=error.fix) from error
 
 
 def _count(value: str, text: str) -> int:

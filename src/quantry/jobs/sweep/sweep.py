@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from quantry.engines.contract.catalogue import scoring_name
 from quantry.errors import HubError, OutputError, QuantryError
 from quantry.jobs import artefact_report
 from quantry.jobs.sweep.plan import Measurement, plan_sweep
@@ -45,7 +46,7 @@ def sweep(
     """
     shared = {key: value for key, value in {"rounder": rounder, "group": group}.items() if value is not None}
     calibration = {"data": data, "samples": samples, "length": length}
-    measurement = Measurement(text, windows, verify_length, gate, device, engine, engine_python)
+    measurement = Measurement(text, windows, verify_length, gate, device, scoring_name(engine), engine_python)
     plan = plan_sweep(model, Path(output).expanduser(), read_specs(presets, shared), peers, calibration, measurement)
     with plan.folder.locked():
         state = SweepState(plan)

@@ -7,6 +7,7 @@ from typing import Any
 
 from quantry import __version__
 from quantry.report import Content, FileRow
+from quantry.report.sizes import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def report_content(result: Sweep, provenance: Mapping[str, Any]) -> Content:
     """Returns the content of the report."""
     problems = tuple(f"{row.name}: {row.problem}" for row in result.rows if row.problem)
     return Content(
-        title=f"{result.model} in {len(result.rows)} ways",
+        title=f"{result.model} in {counted(len(result.rows), 'way')}",
         model=result.model,
         rows=tuple(_report_row(row) for row in result.ranked() if row.bytes is not None),
         noise_floor=result.noise_floor,

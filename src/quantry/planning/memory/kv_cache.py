@@ -83,8 +83,8 @@ def layers_of(config: Mapping[str, Any], sliding: bool = True) -> tuple[CachedLa
 def _attention(text: Mapping[str, Any], kind: LayerKind, index: int) -> CachedLayer:
     if kind == "mla":
         return CachedLayer(kind, 1, text["kv_lora_rank"], text["qk_rope_head_dim"])
-    queries = _at(text.get("num_attention_heads"), index)
-    heads = _at(text.get("num_key_value_heads"), index) or queries
+    queries = _at(text, "num_attention_heads", index)
+    heads = _at(text, "num_key_value_heads", index) or queries
     size = text.get("head_dim") or text["hidden_size"] // queries
     window = None
     if kind == "full":
@@ -94,9 +94,16 @@ def _attention(text: Mapping[str, Any], kind: LayerKind, index: int) -> CachedLa
     return CachedLayer(kind, heads, size, text.get("v_head_dim") or size, window)
 
 
-def _at(value: Any, index: int) -> int:
-    """Returns a count that may differ from layer to layer; `kv_layers` has checked the config before."""
-    return (value[index] if isinstance(value, Sequence) else value) or 0
+def _at(text: Mapping[str, Any], name: str, index: int) -> int:
+    """Returns a count that may differ from layer to layer, 0 if there is none. Raises ConfigError if it is no count."""
+    value = text.get(name)
+    if isinstance(value, list | tuple):
+        if index >= len(value):
+            raise ConfigError(f"config gives {name} for {len(value)} layers, and has more", fix="restore config.json")
+        value = value[index]
+    if value is not None and (type(value) is not int or not 0 <= value < 1 << 31):
+        raise ConfigError(f"config gives {name} as {str(value)[:40]!r}, not a count", fix="restore config.json")
+    return value or 0
 
 
 def pool(

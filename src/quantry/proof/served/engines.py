@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantry import registry
-from quantry.engines.contract.catalogue import engine_facts, verifying
+from quantry.engines.contract.catalogue import engine_facts, engine_name, verifying
 from quantry.errors import QuantryError
 from quantry.proof.served.contract import ScoringEngine
 from quantry.proof.served.llama_cpp import EmbeddedLlama
@@ -19,7 +18,7 @@ def scoring_engine(
 
     Raises UnknownNameError if there is no such engine, and QuantryError for a python of the embedded one.
     """
-    registry.check("engine", name, verifying())
+    name = engine_name(name, verifying())
     facts = verifying()[name]
     if not facts.embedded:
         return EngineProcess(facts, engine_facts(name).folder / facts.scorer, python, options or {}, patience)

@@ -89,7 +89,7 @@ def load(
     if whole < samples and ((data is not None and str(data) != DEMO) or not whole):
         raise QuantryError(
             f"{documents.name} has {len(stream):,} tokens and {samples} samples of {window} need {samples * step:,}",
-            fix=f"give more data, --samples of at most {whole}, or a shorter --length",
+            fix=f"give more data{f', at most {whole} --samples' if whole else ''} or a shorter --length",
         )
     taken = min(samples, whole)
     windows = tuple((*prefix, *stream[cut : cut + step]) for cut in range(0, taken * step, step))

@@ -24,6 +24,7 @@ from quantry.quantizing.tensor_plan import DTYPE_NAMES, STORED, GgufTensor, Tens
 from quantry.storage.temporary import temporary_folder
 from quantry.types import Checkpoint, Grid, GridKind, Scheme
 
+CALIBRATION = "calibration"  # a folder of its own: engines and people take the one .gguf file of a folder for the model
 ALIGNMENT = 32
 SHARD_BYTES = 40 << 30  # llama.cpp reads one file of any size, hubs take 50 GB
 FLOATS = {"F32": 32, "F16": 16, "BF16": 16}
@@ -75,7 +76,7 @@ def describe(
         vocabulary.describe(writer, folder, checkpoint.config)
     if importance:
         _note_importance(writer, importance)
-    companions = {} if computed is None else {IMPORTANCE: computed}
+    companions = {} if computed is None else {f"{CALIBRATION}/{IMPORTANCE}": computed}
     label = recipe.name if recipe.budget else recipe.preset.file_type.upper()
     return GgufFile(f"{name}-{label}", writer.kv_data[0], companions)
 

@@ -10,9 +10,12 @@ from pathlib import Path
 from threading import Condition, Event, Lock
 from typing import Any
 
-from .requests import CompletionRequest, GoneError, RefusedError, StartError, one_line
+from quantry.errors import QuantryError
+from quantry.models.chat_template import Renderer, TemplateLimitError, TemplateRefusalError
 
-CONFIG = "genai_config.json"
+from .folder import BUILD, read_limits, read_surroundings
+from .requests import CompletionRequest, GoneError, RefusedError, one_line
+
 LOOK = 0.05  # seconds between two looks at whether a waiting client is still there
 PREFILL = 256  # tokens of a prompt that are read at once: between two pieces a client may leave
 
@@ -93,7 +96,8 @@ class GenaiModel:
     """A model of ONNX Runtime GenAI, its tokenizer, and the queue of requests before it."""
 
     def __init__(self, folder: Path, name: str | None, threads: int | None, context: int | None) -> None:
-        self.context, self.vocabulary, self._ends = _limits(folder, context)
+        self.context, self.vocabulary, self._ends = read_limits(folder, context)
+        self._around = read_surroundings(folder)
         self.name = name or folder.resolve().name
         self.queue, self.ending = TurnQueue(), Event()
         self._library = _library()
@@ -107,9 +111,8 @@ class GenaiModel:
             self._bare = self._library.Tokenizer(self._model)
             self._bare.update_options(add_special_tokens="false", skip_special_tokens="false")
         except Exception as error:  # the library raises its own kinds, and RuntimeError
-            raise StartError(f"ONNX Runtime GenAI does not load {folder}: {one_line(error)}") from error
-        self._around = _around(folder)
-        self._tokenizing = Lock()
+            raise QuantryError(f"ONNX Runtime GenAI does not load {folder}: {one_line(error)}", fix=BUILD) from error
+        self._tokenizing, self._chats = Lock(), Renderer(folder=folder)
 
     @property
     def version(self) -> str:
@@ -125,14 +128,19 @@ class GenaiModel:
     def encode_chat(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
         """Returns the tokens of a conversation in the model's own form, up to where the answer begins."""
         _plain("".join(text for message in messages for text in message.values()), "messages")
-        with self._tokenizing:
-            try:
-                text = self._tokenizer.apply_chat_template(json.dumps(messages), add_generation_prompt=True)
-            except Exception as error:  # of the template: it has none, or the roles are not to its liking
-                raise RefusedError(
-                    400, f"the model's chat template does not take this: {one_line(error)}", param="messages"
-                ) from error
+        try:
+            text = self._chats.render("", messages, {}, generation=True)
+        except TemplateRefusalError as error:  # it has none, or the roles are not to its liking
+            raise RefusedError(
+                400, f"the model's chat template does not take this: {error.reason}", param="messages"
+            ) from error
+        except TemplateLimitError as error:
+            raise RefusedError(500, str(error)) from error
         return self._encoded(self._bare, text, "messages")  # the template has written what stands in front itself
+
+    def close(self) -> None:
+        """Ends the process that renders chats."""
+        self._chats.close()
 
     def answer(
         self, request: CompletionRequest, prompt: Sequence[int], gone: Callable[[], bool]
@@ -202,47 +210,7 @@ def _library() -> Any:
     try:
         import onnxruntime_genai  # type: ignore[import-not-found]
     except ImportError as error:
-        raise StartError(
-            f"{sys.executable} lacks onnxruntime_genai ({error}); pip install onnxruntime-genai"
+        raise QuantryError(
+            f"{sys.executable} lacks onnxruntime_genai ({error})", fix="pip install onnxruntime-genai"
         ) from error
     return onnxruntime_genai
-
-
-def _limits(folder: Path, wanted: int | None) -> tuple[int, int, frozenset[int]]:
-    """Returns the context, the size of the vocabulary, and the tokens that end an answer."""
-    try:
-        model = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["model"]
-        longest, vocabulary, ends = int(model["context_length"]), int(model["vocab_size"]), model["eos_token_id"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StartError(
-            f"{folder} is no folder of ONNX Runtime GenAI: {CONFIG} cannot be read ({one_line(error)}); build "
-            "one with python -m onnxruntime_genai.models.builder"
-        ) from error
-    if wanted is not None and not 2 <= wanted <= longest:
-        raise StartError(f"--context {wanted} is not 2 to {longest}, what the model was made for")
-    return wanted or longest, vocabulary, frozenset(ends if isinstance(ends, list) else [ends])
-
-
-def _around(folder: Path) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Returns the tokens that a tokenizer puts before and after a text, by its file; None without such a file.
-
-    The library reads them from other places and was seen to leave them out (0.18.0): texts lacked their first token.
-    """
-    try:
-        content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise StartError(f"{folder / 'tokenizer.json'} cannot be read: {one_line(error)}") from error
-    processor = content.get("post_processor") or {}
-    templates = [step for step in processor.get("processors", [processor]) if step.get("type") == "TemplateProcessing"]
-    before: list[int] = []
-    after: list[int] = []
-    for template in templates:
-        side = before
-        for part in template["single"]:
-            if "Sequence" in part:
-                side = after
-            else:
-                side.extend(template["special_tokens"][part["SpecialToken"]["id"]]["ids"])
-    return tuple(before), tuple(after)

@@ -11,9 +11,10 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import NoReturn
 
+from quantry.errors import QuantryError
+
 from .handler import OnnxServer
 from .model import LOOK, GenaiModel
-from .requests import StartError
 
 KEY = "QUANTRY_API_KEY"
 GRACE = 5.0  # seconds for the last token at the end
@@ -24,12 +25,13 @@ def main(words: Sequence[str]) -> int:
     given = _parser().parse_args(words)
     key = os.environ.get(KEY) or None
     if key is None and not _is_local(given.host):
-        raise StartError(f"--host {given.host} can be reached from outside and there is no key; set {KEY}")
+        raise QuantryError(f"--host {given.host} can be reached from outside and there is no key", fix=f"set {KEY}")
     model = GenaiModel(given.model, given.served_model_name, given.threads, given.context)
     try:
         server = OnnxServer(given.host, given.port, model, key)
     except (OSError, OverflowError) as error:
-        raise StartError(f"cannot listen on port {given.port} of {given.host}: {error}; use another --port") from error
+        problem = f"cannot listen on port {given.port} of {given.host}: {error}"
+        raise QuantryError(problem, fix="use another --port") from error
     stop = Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
@@ -46,6 +48,7 @@ def _end(server: OnnxServer) -> int:
     end = time.monotonic() + GRACE
     while len(server.model.queue) and time.monotonic() < end:
         time.sleep(LOOK)
+    server.model.close()
     return 0
 
 
@@ -71,8 +74,8 @@ def run() -> NoReturn:
     """Serves with the words of the command line and ends the process; an error at the start is one line and code 2."""
     try:
         code = main(sys.argv[1:])
-    except StartError as error:
+    except QuantryError as error:
         print(f"error: {error}", file=sys.stderr)
-        code = 2
+        code = error.exit_code
     sys.stdout.flush()
     sys.exit(code)

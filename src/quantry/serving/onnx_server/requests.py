@@ -39,10 +39,6 @@ class GoneError(Exception):
     """The client has left, or the server ends."""
 
 
-class StartError(Exception):
-    """What is said, in one line, before the program ends with code 2."""
-
-
 def one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
