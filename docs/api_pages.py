@@ -157,7 +157,7 @@ would print.
 import quantry
 
 artefact = quantry.quantize("demo", "build/demo-q4_k_m", preset="gguf-q4_k_m")
-proof = quantry.verify(artefact.path, "demo", windows=2)
+proof = quantry.verify(artefact.path, reference="demo", windows=2)
 print(proof.verdict, proof.kl)
 ```
 """

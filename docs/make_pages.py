@@ -37,10 +37,7 @@ def commands_page() -> str:
     group: Any = typer.main.get_command(app)
     sections = [NOTICE, "# Commands\n"]
     for name, command in sorted(group.commands.items()):
-        rows = [
-            f"| `{' '.join([*parameter.opts, *parameter.secondary_opts])}` | {filled(parameter.help)} | {_default(parameter)} |"
-            for parameter in command.params
-        ]
+        rows = [_option(parameter) for parameter in command.params]
         sections += [
             f"## quantry {name}\n",
             f"{command.help}\n",
@@ -49,6 +46,11 @@ def commands_page() -> str:
             "\n".join(rows) + "\n",
         ]
     return "\n".join(sections)
+
+
+def _option(parameter: Any) -> str:
+    names = " ".join([*parameter.opts, *parameter.secondary_opts])
+    return f"| `{names}` | {filled(parameter.help)} | {_default(parameter)} |"
 
 
 def _default(parameter: Any) -> str:

@@ -135,6 +135,15 @@ def test_commands_of_pages_run(page: Path, in_empty_folder: None) -> None:
         assert done.returncode == (1 if failed_gate else 0), f"{line}: {done.stderr}"
 
 
+@deep
+@pytest.mark.parametrize("page", ["reference/python.md", "quickstart/platform-team.md"])
+def test_python_of_pages_runs(page: str, in_empty_folder: None) -> None:
+    """On the artefact that the pages make first."""
+    quantry.quantize("demo", "build/demo-q4_k_m", preset="gguf-q4_k_m")
+    code = re.findall(r"```python\n(import .+?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
+    exec(code[0], {})
+
+
 def fewer_samples(words: list[str]) -> list[str]:
     """Options that make a calibrated job short."""
     calibrated = {"w4a16-gptq", "--imatrix", "--data"} & {*words}
