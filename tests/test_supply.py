@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -25,6 +25,7 @@ def test_the_bill_of_materials_names_every_package(tmp_path: Path) -> None:
     bill = json.loads(file.read_text())
     assert (bill["bomFormat"], bill["metadata"]["component"]["name"]) == ("CycloneDX", "quantry")
     scopes = {component["name"]: (component["version"], component["scope"]) for component in bill["components"]}
+    assert {*scopes} == {each.name for each in distributions()} - {"quantry", "pip", "setuptools"}
     assert scopes["torch"] == (version("torch"), "required")
     assert scopes["pytest"] == (version("pytest"), "optional")
     known = {component["bom-ref"] for component in bill["components"]} | {bill["metadata"]["component"]["bom-ref"]}

@@ -63,7 +63,7 @@ def test_flags_are_frozen() -> None:
         ],
         "run": [
             "--ask", "--budget", "--context", "--device", "--engine", "--engine-python", "--for", "--gpu", "--json", "--output",
-            "--port", "--serve", "--text", "--windows", "--yes", "-o", "-y", "model",
+            "--port", "--serve", "--text", "--verify", "--windows", "--yes", "-o", "-y", "model",
         ],
         "sensitivity": [
             "--data", "--device", "--format", "--grids", "--json", "--length", "--rounder", "--samples", "--transform", "model",

@@ -116,15 +116,17 @@ def test_a_model_without_a_chat_template_is_named(tmp_path: Path) -> None:
 
 def test_every_step_says_what_it_did_and_where_the_file_is(first: tuple[Run, list[RunStep]]) -> None:
     done, told = first
-    assert [step.name for step in told] == ["plan", "quantize", "verify", "serve", "answer"]
+    assert [step.name for step in told] == ["plan", "quantize", "serve", "answer", "verify"]
     assert all(Path(step.file).exists() for step in told if step.file)
     assert [Path(step.file or "").name for step in told] == [
         "plan.json",
         "demo-Q8_0.gguf",
-        "README.md",
         "engine.log",
         "",
+        "README.md",
     ]
+    assert told[3].said == f"> {QUESTION}\n{(done.answer or '').strip()}", "an answer before the proof"
+    assert (Path(done.artefact) / "report.html").is_file()
     assert not any(step.taken_over for step in told)
     assert done.steps == tuple(told)
 
@@ -148,6 +150,7 @@ def test_the_summary_is_what_the_files_say(first: tuple[Run, list[RunStep]]) -> 
     assert done.bytes == card["bytes"]
     assert 0 < header < 1 << 20
     assert done.bits_per_weight == pytest.approx(8 * done.bytes / card["parameters"], abs=1e-4)
+    assert done.proof
     assert (done.proof["kl"], done.proof["served_kl"]) == (card["proof"]["kl"], card["proof"]["served"]["kl"])
     assert done.proof["verdict"] == "pass"
     assert (done.preset, done.engine, done.passed) == ("gguf-q8_0", "llama.cpp", True)
@@ -207,6 +210,20 @@ def test_what_is_finished_is_taken_over(done: Run) -> None:
     assert done.running.healthy(), "the server of the first run"
 
 
+def test_without_a_proof_the_answer_is_all(finished: Run, tmp_path: Path) -> None:
+    out = copied(finished, tmp_path)
+    card = out / "demo-gguf-q8_0" / "quantry.json"
+    card.write_text(
+        json.dumps({name: value for name, value in json.loads(card.read_text()).items() if name != "proof"})
+    )
+    words = ("run", "demo", "-o", out, *FLAGS, "--text", QUICK["text"], "--port", "0", "--no-serve", "--no-verify")
+    shown = command(*words)
+    assert shown.returncode == 0, shown.stderr
+    assert f"> {QUESTION}" in shown.stdout
+    assert "not measured" in shown.stdout
+    assert json.loads((out / "run.json").read_text())["summary"]["proof"] is None
+
+
 def test_another_measurement_is_made_anew_and_the_artefact_is_kept(finished: Run, tmp_path: Path) -> None:
     text = tmp_path / "own.txt"
     text.write_text("The cat sat on the mat and the dog ran to the park. " * 100)
@@ -215,6 +232,7 @@ def test_another_measurement_is_made_anew_and_the_artefact_is_kept(finished: Run
     card = out / "demo-gguf-q8_0" / "quantry.json"
     proof = json.loads(card.read_text())["proof"]
     assert proof["text"]["name"] == "own.txt"
+    assert finished.proof
     assert proof["kl"] != finished.proof["kl"]
     by_hand = json.loads(card.read_text())
     by_hand["proof"]["gate"] = "draft"
@@ -226,7 +244,9 @@ def test_another_measurement_is_made_anew_and_the_artefact_is_kept(finished: Run
 def measured_again(out: Path, text: Path) -> list[bool]:
     """Which of the steps up to the proof are taken over."""
     told: list[RunStep] = []
-    steps = RunSteps(plan_run("demo", out, RunOptions(**{**QUICK, "text": text})), told.append, lambda _: nullcontext())
+    steps = RunSteps(
+        plan_run("demo", out, RunOptions(**{**QUICK, "text": text})), told.append, lambda *_: nullcontext()
+    )
     steps.quantize()
     steps.verify()
     return [step.taken_over for step in told]
@@ -251,10 +271,11 @@ def test_what_fails_the_gate_is_followed_by_what_loses_less(finished: Run, tmp_p
     spoil(out / "demo-gguf-q8_0" / "quantry.json")
     with run("demo", out, **QUICK) as found:
         assert [step.name for step in found.steps] == [
-            "plan", "quantize", "verify", "instead", "quantize", "verify", "serve", "answer",
+            "plan", "quantize", "verify", "instead", "quantize", "serve", "answer", "verify",
         ]  # fmt: skip
         assert (found.passed, found.preset, Path(found.artefact).name) == (True, "gguf-bf16", "demo-gguf-bf16")
         assert found.answer
+        assert found.proof
         assert found.proof["kl"] < 1e-6
         first = "gguf-q8_0 was tried first, and fails the gate general: too much is lost"
         assert any(first in note for note in found.notes)
@@ -263,6 +284,7 @@ def test_what_fails_the_gate_is_followed_by_what_loses_less(finished: Run, tmp_p
     assert [step.name for step in found.steps] == ["plan", "quantize", "verify", "instead", "quantize", "verify"]
     assert all(step.taken_over for step in found.steps if step.name in ("quantize", "verify"))
     assert (found.passed, found.running, found.answer) == (False, None, None)
+    assert found.proof
     assert "too much is lost" in found.proof["wrong"][0]
     shown = command("run", "demo", "-o", out, *FLAGS, "--text", QUICK["text"])
     assert shown.returncode == 1, shown.stderr
@@ -395,7 +417,7 @@ def test_whoever_says_no_has_nothing_written(tmp_path: Path) -> None:
         run("demo", tmp_path / "out", confirm=no, **QUICK)
     assert not (tmp_path / "out").exists()
     assert "gguf-q8_0 in llama.cpp" in asked[0]
-    assert "0.01 billion parameters are quantized and 1 windows of 512 tokens are measured" in asked[0]
+    assert "This quantizes 0.01 billion parameters and measures 1 window of 512 tokens" in asked[0]
 
 
 # ---- what is chosen ----

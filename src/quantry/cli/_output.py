@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from quantry.report.sizes import counted
+from quantry.report.sizes import counted, duration
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from quantry.types import Artefact, Progress
 
+FIRST_LINE, LINES = 10.0, 30.0  # seconds until a line of progress, and between two
 WIDE = 140  # characters of a table in a file or a pipe
 
 
@@ -128,33 +130,57 @@ def finish(artefact: "Artefact", dry_run: bool, json: bool, page: "Path | None" 
             typer.echo(f"report: {page}")
 
 
-# Both bars yield a function to report with, or None if `quiet` or if standard error is no terminal.
+# Both bars yield a function to report with, or None if `quiet`. Without a terminal they write a line now and then.
 
 
-def bar(quiet: bool = False) -> "AbstractContextManager[Progress | None]":
+def bar(quiet: bool = False, title: str = "") -> "AbstractContextManager[Progress | None]":
     """Shows bytes done of bytes in all, with the speed and the time left."""
     from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    return _shown(quiet, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    return _shown(quiet, title, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
 
 
-def steps(quiet: bool = False) -> "AbstractContextManager[Progress | None]":
-    """Shows how many of how many steps are done, with the time they took."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
+def steps(quiet: bool = False, title: str = "") -> "AbstractContextManager[Progress | None]":
+    """Shows how many of how many steps are done, with the time they took and the time left."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    return _shown(quiet, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return _shown(quiet, title, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
 
 
 @contextmanager
-def _shown(quiet: bool, *columns: "ProgressColumn") -> "Iterator[Progress | None]":
+def _shown(quiet: bool, title: str, *columns: "ProgressColumn") -> "Iterator[Progress | None]":
     from rich.console import Console
     from rich.progress import Progress as Bar
     from rich.progress import TextColumn
 
     console = Console(stderr=True)
-    if quiet or not console.is_terminal:
+    if quiet:
         yield None
+        return
+    if title:
+        typer.echo(title, err=True)
+    if not console.is_terminal:
+        yield _Lines().tell
         return
     with Bar(*columns, TextColumn("{task.description}"), console=console, transient=True) as shown:
         task = shown.add_task("")
         yield lambda done, total, label: shown.update(task, completed=done, total=total, description=label)
+
+
+class _Lines:
+    """Progress where there is no terminal: a line after some seconds, then one every half minute."""
+
+    def __init__(self) -> None:
+        self._began = self._told = monotonic()
+        self._pause = FIRST_LINE
+
+    def tell(self, done: int, total: int, label: str) -> None:
+        """Writes how far a job is, if it is time for it."""
+        now = monotonic()
+        if now - self._told < self._pause:
+            return
+        self._told, self._pause = now, LINES
+        spent = now - self._began
+        left = f", about {duration(spent * (total - done) / done)} left" if 0 < done <= total else ""
+        share = f"{done / total:.0%} done" if total else "at work"
+        typer.echo(f"{share} after {duration(spent)}{left}: {label}", err=True)

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,6 +11,8 @@ from quantry.cli._output import bar, print_json, steps
 from quantry.report.sizes import human
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rich.console import RenderableType
 
     from quantry.jobs.run.result import Run, RunStep
@@ -40,6 +42,7 @@ Port = Annotated[
 Ask = Annotated[str | None, typer.Option(help="The first question.")]
 Device = Annotated[str | None, typer.Option(help="Where to compute: cpu or cuda; a GPU if there is one.")]
 Serve = Annotated[bool, typer.Option("--serve/--no-serve", help="Keep serving after the first answer, or stop there.")]
+Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Prove what was lost after the first answer.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before the work begins.")]
 
 
@@ -58,10 +61,11 @@ def command(
     ask: Ask = None,
     device: Device = None,
     serve: Serve = True,
+    verify: Verify = True,
     yes: Yes = False,
     json: flags.Json = False,
 ) -> None:
-    """Plan, quantize, verify and serve a model, and get a first answer; started again, it continues where it stopped.
+    """Plan, quantize and serve a model, get a first answer, and prove what was lost; started again, it continues.
 
     Exit code 1 if the gate fails: then nothing is served.
     """
@@ -73,9 +77,9 @@ def command(
         done = run(
             model, output, use=use, budget=budget, gpu=gpu, engine=engine, engine_python=engine_python,
             context=context, port=port, text=text, windows=windows, question=QUESTION if ask is None else ask,
-            device=device, serve=serve, tell=None if json else _tell,
+            device=device, serve=serve, verify=verify, tell=None if json else _tell,
             confirm=(lambda words: typer.confirm(words, default=True, err=True)) if asks else None,
-            showing=lambda name: bar(json) if name == "quantize" else steps(json),
+            showing=lambda name, words: (bar if name == "quantize" else steps)(json, title=f"{name:<9} {words}"),
         )  # fmt: skip
         with done:
             _report(done, json=json)
@@ -106,6 +110,8 @@ def _tell(step: "RunStep") -> None:
     typer.echo(f"{step.name:<9} {step.words}{'' if step.name == 'plan' else f' ({took})'}")
     if step.file:
         typer.echo(f"{'':<9} {step.file}")
+    if step.said:
+        typer.echo(f"\n{step.said}\n")
     sys.stdout.flush()
 
 
@@ -122,32 +128,35 @@ def _report(done: "Run", json: bool) -> None:
 
 
 def picture(done: "Run") -> list["RenderableType"]:
-    """Draws the closing summary: the first answer, what was lost, where the files are, and the next commands."""
+    """Draws the closing summary: what was lost, where the files are, and the next commands."""
     from rich.text import Text
 
-    answer: list[RenderableType] = []
-    if done.answer is not None:
-        answer = ["", Text(f"> {done.question}", "bold"), Text(done.answer.strip() or "(it says nothing)")]
     rows = [Text.assemble((f"{name:<12} ", "dim"), words) for name, words in _rows(done).items()]
-    wrong = [Text(f"✗ {words}", "red") for words in done.proof["wrong"]]
+    wrong = [Text(f"✗ {words}", "red") for words in (done.proof or {}).get("wrong", ())]
     notes = [Text(note, "dim") for note in done.notes]
     commands = [Text.assemble((f"{name}: ", "dim"), f"$ {words}") for name, words in done.commands.items()]
     last = f"serving at {done.url}/v1; Ctrl-C ends it" if done.url else "done"
-    if not done.passed:
+    if done.proof and not done.passed:
         last = f"the gate {done.proof['gate']} failed, so the model is not served"
     style = "bold green" if done.passed else "bold red"
-    return [*answer, "", *rows, *wrong, *notes, "", *commands, "", Text(last, style)]
+    return ["", *rows, *wrong, *notes, "", *commands, "", Text(last, style)]
+
+
+def _lost(proof: "Mapping[str, Any]") -> str:
+    served = "" if proof["served_kl"] is None else f", {proof['served_kl']:.4f} as served"
+    return (
+        f"KL {proof['kl']:.4f}{served}; same first token {proof['top1']:.1%}; perplexity "
+        f"{proof['reference_perplexity']:.3f} -> {proof['perplexity']:.3f}"
+    )
 
 
 def _rows(done: "Run") -> dict[str, str]:
     proof, speed = done.proof, done.speed
-    served = "" if proof["served_kl"] is None else f", {proof['served_kl']:.4f} as served"
     rows = {
         "model": f"{done.model} as {done.preset} ({done.format}) in {done.engine}",
         "size": f"{done.source_bytes:,} -> {done.bytes:,} bytes ({done.bytes / done.source_bytes:.0%}), "
         f"{done.bits_per_weight:.2f} bits a weight",
-        "lost": f"KL {proof['kl']:.4f}{served}; same first token {proof['top1']:.1%}; perplexity "
-        f"{proof['reference_perplexity']:.3f} -> {proof['perplexity']:.3f}",
+        "lost": _lost(proof) if proof else "not measured",
     }
     if speed["tokens_per_s"]:
         planned = speed["predicted_tokens_per_s"]

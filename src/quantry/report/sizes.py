@@ -24,3 +24,14 @@ def counted(number: int, what: str, several: str | None = None) -> str:
 def nats(value: float) -> str:
     """Formats a divergence; one that rounding errors have made negative is none."""
     return "0" if value < 1e-7 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Formats a time for people: '8 s', '3 min 20 s', '2 h 5 min'."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if rest and minutes < 10 else f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min" if minutes % 60 else f"{minutes // 60} h"

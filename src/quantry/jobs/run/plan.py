@@ -142,6 +142,11 @@ class RunPlan:
             f"{best.preset} in {best.engine}: {best.quality}, about {speed}, {memory} on {self.plan.hardware['device']}"
         )
 
+    def proof_words(self) -> str:
+        """Returns what the proof will measure."""
+        served = f", decoded and in {self.measured_in}" if self.measured_in else ""
+        return f"measures {counted(self.text.windows, 'window')} of {self.text.length} tokens, in 16 bit{served}"
+
     def fall_back(self, failure: str) -> "RunPlan | None":
         """Returns the plan with the next candidate that should lose less; None if there is none."""
         if not self.fallbacks:
@@ -154,10 +159,10 @@ class RunPlan:
         """Returns the question for the user: what is about to be done."""
         work = []
         if not self.is_quantized:
-            work.append(f"{self.plan.model['parameters'] / 1e9:,.2f} billion parameters are quantized")
+            work.append(f"quantizes {self.plan.model['parameters'] / 1e9:,.2f} billion parameters")
         if not self.is_verified:
-            work.append(f"{counted(self.text.windows, 'window')} of {self.text.length} tokens are measured")
-        return f"{self.summary()}\n{' and '.join(work)}, in {self.folder.path}. Go on?"
+            work.append(f"measures {counted(self.text.windows, 'window')} of {self.text.length} tokens")
+        return f"{self.summary()}\nThis {' and '.join(work)}, in {self.folder.path}. Go on?"
 
 
 def plan_run(model: str, output: str | Path | None, options: RunOptions) -> RunPlan:

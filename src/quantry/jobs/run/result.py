@@ -12,11 +12,12 @@ if TYPE_CHECKING:
 class RunStep:
     """A finished step, and the file that it wrote. Field names are the JSON names."""
 
-    name: str  # plan, quantize, verify, instead, serve, answer
+    name: str  # plan, quantize, serve, answer, verify, instead
     words: str
     file: str | None = None
     taken_over: bool = False  # from an earlier run
     seconds: float = 0.0
+    said: str = ""  # the first question and its answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Run:
     source_bytes: int
     bytes: int
     bits_per_weight: float
-    proof: Mapping[str, Any]  # verdict, gate, kl, served_kl, top1, perplexity, reference_perplexity
+    proof: Mapping[str, Any] | None  # verdict, gate, kl, served_kl, top1, perplexity, reference_perplexity
     memory: Mapping[str, Mapping[str, int]]  # predicted and measured, by part
     speed: Mapping[str, float | None]  # tokens_per_s, predicted_tokens_per_s, first_token_s
     question: str | None
@@ -46,7 +47,8 @@ class Run:
 
     @property
     def passed(self) -> bool:
-        return bool(self.proof["verdict"] == "pass")
+        """Says if the gate is passed, or nothing was proven."""
+        return self.proof is None or bool(self.proof["verdict"] == "pass")
 
     def stop(self) -> None:
         """Stops the engine, if it still serves."""

@@ -15,17 +15,19 @@ def run(
     output: str | Path | None = None,
     *,
     serve: bool = True,
+    verify: bool = True,
     tell: Callable[[RunStep], None] | None = None,
     confirm: Callable[[str], bool] | None = None,
     showing: Showing | None = None,
     **options: Any,
 ) -> Run:
-    """Plans, quantizes, verifies and serves `model`, and asks it a first question; `options` are those of RunOptions.
+    """Plans, quantizes and serves `model`, asks it a first question, and proves what was lost.
 
-    If the gate fails, the next candidate of the plan that should lose less is tried; if none passes, nothing is served.
-    With `serve` the engine keeps running: use the result in a `with` statement, or `stop` it. `confirm` gets a question
-    before anything is written, `tell` each finished step, and `showing` returns a context with a progress function for
-    a step.
+    `options` are those of RunOptions. The answer comes before the proof, which takes longer; without `verify` nothing
+    is proven. If the gate fails, the next candidate of the plan that should lose less is tried; if none passes, nothing
+    is served. With `serve` the engine keeps running: use the result in a `with` statement, or `stop` it. `confirm` gets
+    a question before anything is written, `tell` each finished step, and `showing` returns a context with a progress
+    function for a step.
 
     Raises QuantryError if an option is wrong or nothing fits, and DeclinedError if `confirm` returns False. Example:
 
@@ -36,17 +38,13 @@ def run(
     if confirm and not plan.is_verified and not confirm(plan.question()):
         raise DeclinedError
     with plan.folder.locked():
-        steps = RunSteps(plan, tell, showing or (lambda _: nullcontext()))
+        steps = RunSteps(plan, tell, showing or (lambda *_: nullcontext()))
         try:
             steps.write_plan()
-            steps.quantize()
-            steps.verify()
-            while not steps.passed and steps.fall_back():
-                steps.quantize()
-                steps.verify()
-            if steps.passed and plan.installed:
-                steps.serve()
-                steps.ask(keep_serving=serve)
+            steps.attempt(keep_serving=serve, proving=verify)
+            while verify and not steps.passed and steps.fall_back():
+                steps.attempt(keep_serving=serve, proving=verify)
+            steps.end(keep_serving=serve)
             return steps.result()
         except BaseException:
             steps.stop()

@@ -26,7 +26,7 @@ from quantry.serving.process import Running, start
 from quantry.storage.shape import fault
 from quantry.types import Progress
 
-Showing = Callable[[str], AbstractContextManager[Progress | None]]  # takes the name of a step
+Showing = Callable[[str, str], AbstractContextManager[Progress | None]]  # takes the name of a step and what it will do
 MEMORY = ("weights", "kv_cache", "activations", "overhead", "total")
 
 
@@ -68,7 +68,8 @@ class RunSteps:
 
     @property
     def passed(self) -> bool:
-        return bool(self._card["proof"]["verdict"] == "pass")
+        """Says if nothing speaks against serving it: the gate is passed, or nothing was proven."""
+        return bool((self._card.get("proof") or {}).get("verdict", "pass") == "pass")
 
     @property
     def _record(self) -> dict[str, Any]:
@@ -88,9 +89,33 @@ class RunSteps:
         following = self._plan.fall_back(wrong[0].partition(";")[0] if wrong else self._proof_summary())
         if following is None:
             return False
+        self.stop()
         self._plan = following
         self._done(RunStep("instead", following.summary()))
         return True
+
+    def attempt(self, *, keep_serving: bool, proving: bool) -> None:
+        """Writes the artefact, gets a first answer and proves what was lost; a proof of before comes first.
+
+        An engine on a GPU makes room for the proof.
+        """
+        self.quantize()
+        if known := proving and self._is_measured():
+            self.verify()
+        if self._plan.installed and (self.passed or not known):
+            self.serve()
+            self.ask()
+            if not keep_serving or self._plan.installed.platform != "cpu":
+                self.stop()
+        if proving and not known:
+            self.verify()
+
+    def end(self, *, keep_serving: bool) -> None:
+        """Leaves the engine running if that is asked for and the gate is passed."""
+        if not keep_serving or not self.passed:
+            self.stop()
+        elif self._plan.installed and self._running is None:
+            self.serve()
 
     def quantize(self) -> None:
         """Writes the artefact, unless it exists for the same request."""
@@ -106,7 +131,7 @@ class RunSteps:
         else:
             self._records[plan.artefact.name] = {"asked": request}
             self._write()
-            with self._showing("quantize") as progress:
+            with self._showing("quantize", f"writes {plan.artefact}") as progress:
                 quantize(plan.source, plan.artefact, **plan.quantize_options, progress=progress)
         self._card = read_card(plan.artefact)
         before, after = human(self._card["source_bytes"]), human(self._card["bytes"])
@@ -118,12 +143,12 @@ class RunSteps:
         from quantry.jobs.verify import recorded, verify
 
         plan, started = self._plan, perf_counter()
-        measure = self._measurement()
-        exists = self._record.get("measure") == measure and self._is_same_proof(self._card.get("proof"))
+        measure, exists = self._measurement(), self._is_measured()
         if not exists:
             self._record.pop("measure", None)
-            with self._showing("verify") as progress:
-                recorded(verify(plan.artefact, reference=plan.source, **plan.verify_options, progress=progress))
+            with self._showing("verify", plan.proof_words()) as progress:
+                options = {**plan.verify_options, "report": True, "progress": progress}
+                recorded(verify(plan.artefact, reference=plan.source, **options))
             self._record["measure"] = measure
             self._card = read_card(plan.artefact)
             self._write()
@@ -138,8 +163,8 @@ class RunSteps:
         words = f"{running.engine} at {running.url}/v1, model {running.model}"
         self._done(RunStep("serve", words, str(running.log), seconds=perf_counter() - started))
 
-    def ask(self, *, keep_serving: bool) -> None:
-        """Asks the first question, and stops the engine unless it is to keep serving."""
+    def ask(self) -> None:
+        """Asks the first question."""
         assert self._running is not None
         assert self._server_plan is not None
         started = perf_counter()
@@ -147,11 +172,10 @@ class RunSteps:
         answer, self._tokens_per_s = first_answer(self._running, self._server_plan, question)
         self._answer = answer
         self._memory = measured_memory(self._running, self._server_plan)
-        if not keep_serving:
-            self.stop()
         speed = "" if self._tokens_per_s is None else f"; {self._tokens_per_s:,.4g} tokens/s"
         words = f"{answer.tokens} tokens, the first after {answer.first_s:.2g} s{speed}"
-        self._done(RunStep("answer", words, seconds=perf_counter() - started))
+        said = f"> {question}\n{answer.text.strip() or '(it says nothing)'}"
+        self._done(RunStep("answer", words, seconds=perf_counter() - started, said=said))
 
     def stop(self) -> None:
         """Stops the engine, if it runs."""
@@ -168,7 +192,8 @@ class RunSteps:
             model=plan.model, path=str(plan.folder.path), use=plan.plan.use, preset=plan.preset,
             format=plan.candidate.format, engine=plan.candidate.engine, artefact=str(plan.artefact),
             source_bytes=card["source_bytes"], bytes=card["bytes"], bits_per_weight=card["bits_per_weight"],
-            proof=figures_of(card["proof"]), memory={"predicted": predicted, "measured": self._memory},
+            proof=figures_of(card["proof"]) if "proof" in card else None,
+            memory={"predicted": predicted, "measured": self._memory},
             speed=self._speed(), question=plan.options.question if self._answer else None,
             answer=self._answer.text if self._answer else None, url=self._running.url if self._running else None,
             commands=self._commands(), steps=tuple(self._steps),
@@ -180,7 +205,7 @@ class RunSteps:
     def _notes(self) -> Iterator[str]:
         yield from self._plan.notes
         yield from self._card["notes"]
-        yield from self._card["proof"]["notes"]
+        yield from (self._card.get("proof") or {}).get("notes", ())
         if self._server_plan is not None:
             yield from self._server_plan.warnings
 
@@ -195,6 +220,10 @@ class RunSteps:
             f"{self._plan.artefact} {f'was made with {made}' if known else 'exists, and no run has noted its request'}",
             fix="choose another -o, or remove it to have it made anew",
         )
+
+    def _is_measured(self) -> bool:
+        """Says if the artefact was measured in the same way before."""
+        return self._record.get("measure") == self._measurement() and self._is_same_proof(self._card.get("proof"))
 
     def _measurement(self) -> Any:
         """Returns what distinguishes one measurement from another, as JSON stores it."""
