@@ -113,9 +113,9 @@ def picture(result: "Bench") -> list["RenderableType"]:
 
 def _table(result: "Bench") -> "RenderableType":
     engine = any(level.engine for level in result.levels)
-    headings = ["answered", "errors", "req/s", "tok/s", "TTFT p50", "p95", "p99 ms", "token p50", "p95", "p99 ms"]
+    headings = ["answered", "errors", "req/s", "tok/s", "TTFT p50 ms", "p95", "p99", "token p50 ms", "p95", "p99"]
     right = (*headings, *(("prefix", "accept", "KV") if engine else ()))
-    levels = table(("", *right), right, padding=(0, 1, 0, 0), no_wrap=True)
+    levels = table(("", *right), right, drop=("KV", "accept", "prefix", "p99", "answered", "p95", "req/s"))
     for level in result.levels:
         levels.add_row(level.name, *_cells(level), *(_engine(level) if engine else ()))
     return levels

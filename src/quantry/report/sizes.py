@@ -26,6 +26,18 @@ def nats(value: float) -> str:
     return "0" if value < 1e-7 else f"{value:.3g}"
 
 
+def percent(share: float, style: str = "") -> str:
+    """Formats a share in whole percents: '42%'. One that is not quite nothing or all says so: '0.3%', '99.7%'.
+
+    `style` is '+' for a sign.
+    """
+    if 0 < abs(share) < 0.01:
+        return f"{100 * share:{style}.1g}%" if abs(share) >= 1e-6 else "0%"
+    if 0.99 < share < 1:
+        return f"{min(share, 0.999):{style}.1%}"
+    return f"{share:{style}.0%}"
+
+
 def duration(seconds: float) -> str:
     """Formats a time for people: '8 s', '3 min 20 s', '2 h 5 min'."""
     whole = max(0, round(seconds))
