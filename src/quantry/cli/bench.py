@@ -8,6 +8,7 @@ import typer
 from quantry.cli._flags import AnswerTokens, Chat, Dataset, GuidellmPython, Json, PromptTokens, Tokenizer
 from quantry.cli._output import print_result, steps, table
 from quantry.engines.contract.options import API_KEY
+from quantry.report.sizes import short
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -133,7 +134,7 @@ def _cells(level: "Level") -> list[str]:
 
 
 def _times(spread: "Spread | None") -> list[str]:
-    return [""] * 3 if spread is None else [f"{value:.4g}" for value in (spread.p50, spread.p95, spread.p99)]
+    return [""] * 3 if spread is None else [short(value) for value in (spread.p50, spread.p95, spread.p99)]
 
 
 def _engine(level: "Level") -> list[str]:

@@ -9,7 +9,7 @@ from quantry.cli._flags import AnswerTokens, Chat, Dataset, GuidellmPython, Json
 from quantry.cli._options import takes
 from quantry.cli._output import print_result, steps, table
 from quantry.engines.contract.options import Options
-from quantry.report.sizes import counted, percent
+from quantry.report.sizes import counted, percent, short
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -122,7 +122,7 @@ def _row(trial: "Trial", *, chosen: bool) -> list[str]:
         return [mark, trial.name, *[""] * 10, "not measured"]
     level = trial.level
     times = [
-        "" if spread is None else f"{getattr(spread, name):.4g}"
+        "" if spread is None else short(getattr(spread, name))
         for spread in (level.ttft, level.tpot)
         for name in ("p50", "p95")
     ]

@@ -26,6 +26,11 @@ def nats(value: float) -> str:
     return "0" if value < 1e-7 else f"{value:.3g}"
 
 
+def short(value: float) -> str:
+    """Formats a figure in four digits, and a large one without a power of ten: '12.35', '12,346'."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
 def percent(share: float, style: str = "") -> str:
     """Formats a share in whole percents: '42%'. One that is not quite nothing or all says so: '0.3%', '99.7%'.
 
