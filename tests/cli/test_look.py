@@ -215,11 +215,15 @@ TYPED = {
 
 
 @cache
+def items(name: str) -> list[Any]:
+    return list(pictures()[name]())
+
+
+@cache
 def drawing(name: str) -> Callable[[], object]:
     if name in TYPED:
         return typed(*TYPED[name])
-    items = list(pictures()[name]())
-    return lambda: show(items)
+    return partial(show, items(name))
 
 
 def words(text: str) -> set[str]:
@@ -265,8 +269,8 @@ def test_names_are_all_there(columns: int) -> None:
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_tables_fit_their_window(columns: int) -> None:
     for name in pictures():
-        items = [item for item in pictures()[name]() if hasattr(item, "add_row")]
-        lines = drawn(lambda items=items: show(items), columns, NO_COLOR="1").splitlines()  # type: ignore[misc]
+        tables = [item for item in items(name) if hasattr(item, "add_row")]
+        lines = drawn(partial(show, tables), columns, NO_COLOR="1").splitlines()
         wide = [line for line in lines if len(line.rstrip()) > columns and LONG not in line]
         assert not wide, (name, wide)
 

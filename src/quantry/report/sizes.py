@@ -1,5 +1,7 @@
 """Sizes and counts for people, the same everywhere: reports, plans, errors and the command line."""
 
+from collections.abc import Iterable
+
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 
 
@@ -14,6 +16,13 @@ def human(count: float) -> str:
         if count >= size / 10:
             return f"{count / size:,.1f} {unit}"
     return f"{count:,.0f} bytes"
+
+
+def alike(count: float, others: Iterable[float]) -> str:
+    """Formats one of several sizes in the unit of the largest: 512 MiB are "0.50 GiB" beside "16.00 GiB"."""
+    known = [count, *others]
+    size, unit = unit_of(max(known))
+    return f"{count / size:,.{1 if min(known) >= 10 * size else 2 if size > 1 else 0}f} {unit}"
 
 
 def counted(number: int, what: str, several: str | None = None) -> str:
