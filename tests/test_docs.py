@@ -120,7 +120,7 @@ def test_the_workflow_for_ci_runs(in_empty_folder: None) -> None:
     for line in filter(re.compile("quantry ").match, lines):
         done = command(*shlex.split(Template(line).substitute(values))[1:])
         assert done.returncode == 0, f"{line}: {done.stderr}"
-    assert "KL" in Path("proof/summary.md").read_text(encoding="utf-8")
+    assert "KL" in Path("summary.md").read_text(encoding="utf-8")
 
 
 @deep

@@ -24,6 +24,7 @@ from quantry.errors import QuantryError
 from quantry.jobs.load import bench as load
 from quantry.jobs.load import endpoint, guidellm_process
 from quantry.jobs.load.bench import Bench, bench
+from quantry.jobs.load.compare import compare, read_earlier
 from quantry.jobs.load.guidellm_process import GuidellmProcess
 from quantry.jobs.load.metrics import Watch, parse, which
 from quantry.jobs.load.page import page
@@ -200,6 +201,26 @@ def test_limits_and_files(found: Bench) -> None:
     assert stored == json.loads(json.dumps(found.to_dict()))
     assert KEY not in (found.path / "bench.json").read_text() + (found.path / "bench.html").read_text()
     assert found.versions["guidellm"].startswith("0.")
+
+
+def test_two_runs_are_compared(found: Bench, tmp_path: Path) -> None:
+    assert found.path is not None
+    earlier = json.loads((found.path / "bench.json").read_text())
+    earlier["levels"][0]["output_tokens_per_second"] /= 2
+    earlier["levels"][0]["ttft"]["p50"] *= 4
+    earlier["levels"][1]["name"] = "3 at once"
+    earlier["load"]["prompt"] = "9"
+    (tmp_path / "bench.json").write_text(json.dumps(earlier))
+    other = compare(found, read_earlier(tmp_path))
+    (one,) = other.changes
+    assert one.level == "1 at once"
+    assert [one.tokens_per_second, one.ttft_p50, one.tpot_p50] == pytest.approx([2, 0.25, 1])
+    assert other.differences == (f"prompt is {found.load['prompt']} now, and was 9",)
+    shown = "\n".join(str(row) for row in picture(replace(found, against=other)))
+    assert f"against {found.model} of {found.date}" in shown
+    (tmp_path / "bench.json").write_text('{"levels": 1}')
+    with pytest.raises(QuantryError, match=r"bench.json is damaged.*; give a folder or a bench.json"):
+        read_earlier(tmp_path)
 
 
 def test_the_page_has_every_figure(found: Bench) -> None:
@@ -467,6 +488,29 @@ def test_a_load_with_failures_is_exit_code_1(broken: Broken, monkeypatch: pytest
     shown = command("bench", "http://127.0.0.1:9")
     assert shown.returncode == 1
     assert "requests failed" in shown.stdout
+
+
+def test_finished_levels_are_kept_when_a_load_is_interrupted(tmp_path: Path) -> None:
+    """As by Ctrl-C in the second level."""
+    demo = Path(quantry.__file__).parent / "demo"
+
+    def interrupt(number: int, _: int, __: str) -> None:
+        if number == 1:
+            raise KeyboardInterrupt
+
+    with Breakable() as server, guidellm_process.started(None, offline=True) as running:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        server.answers = 10**9
+        load: dict[str, Any] = {"requests": 2, "prompt_tokens": 8, "answer_tokens": 4, "tokenizer": demo}
+        kept = bench(
+            server.url, started=running, concurrency=[1, 2], slo={"error_rate": 0.5}, output=tmp_path,
+            progress=interrupt, **load,
+        )  # fmt: skip
+        server.shutdown()
+    assert (kept.interrupted, kept.verdict, [level.name for level in kept.levels]) == (True, "", ["1 at once"])
+    assert "interrupted after 1 level" in kept.notes[-1]
+    assert json.loads((tmp_path / "bench.json").read_text())["levels"][0]["completed"] == 2
+    assert "core" in kept.server["hardware"], "the server is on this machine"
 
 
 def test_each_run_has_prompts_of_its_own_unless_a_seed_repeats_them(broken: Broken) -> None:

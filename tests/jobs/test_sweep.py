@@ -221,6 +221,7 @@ def test_what_is_there_is_taken(again: Path, peer: Path, finished: tuple[Path, S
     assert progress == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
+@deep
 def test_kill_9_and_go_on(finished: tuple[Path, Sweep], peer: Path, tmp_path: Path) -> None:
     """Killed while the third artefact is written: the first two stay, and the end is that of an undisturbed sweep."""
     out = tmp_path / "out"
@@ -355,6 +356,7 @@ def test_the_transform_of_a_spec(tmp_path: Path) -> None:
     assert swept != plain
 
 
+@deep
 @deep
 def test_the_gpu_of_a_spec(tmp_path: Path) -> None:
     """vLLM has no kernel for 8-bit groups on a CPU, so there is none in a mixture for one; without a device there is."""

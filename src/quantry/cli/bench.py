@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from quantry.jobs.load.bench import Bench
+    from quantry.jobs.load.compare import Comparison
     from quantry.jobs.load.results import Level, Spread
 
+INTERRUPTED = 130
 GROUP = "serve"
 EXAMPLES = (
     "quantry bench http://127.0.0.1:8080 --concurrency 1,4,16",
@@ -49,6 +51,9 @@ def command(
         str | None, typer.Option(envvar=API_KEY, help="Key of the server; better in the environment.")
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder for bench.json and bench.html.")] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="The folder or bench.json of another run, to compare with.")
+    ] = None,
     guidellm_python: GuidellmPython = None,
     timeout: Annotated[float, typer.Option(help="Seconds that one request may take.")] = 600.0,
     seed: Annotated[
@@ -65,10 +70,12 @@ def command(
             url, model=model, concurrency=_streams(concurrency), rate=_rates(rate), prompt_tokens=prompt_tokens,
             answer_tokens=answer_tokens, requests=requests, seconds=seconds,
             slo=parse_limits(slo or ()), shared_prefix=shared_prefix,
-            dataset=dataset, tokenizer=tokenizer, chat=chat, api_key=api_key, output=output,
+            dataset=dataset, tokenizer=tokenizer, chat=chat, api_key=api_key, output=output, against=against,
             guidellm_python=guidellm_python, timeout=timeout, seed=seed, progress=progress,
         )  # fmt: skip
     print_result(result, picture, json)
+    if result.interrupted:
+        raise typer.Exit(INTERRUPTED)
     if result.verdict == "fail":
         raise typer.Exit(1)
 
@@ -95,11 +102,18 @@ def _rates(words: str | None) -> list[float] | None:
         raise QuantryError(f"--rate is {words!r}", fix="give numbers such as 0.5,2") from None
 
 
+def _server(result: "Bench") -> list["RenderableType"]:
+    from rich.text import Text
+
+    words = [result.server[name] for name in ("engine", "version", "hardware") if name in result.server]
+    return [Text(", ".join(words), "dim")] if words else []
+
+
 def picture(result: "Bench") -> list["RenderableType"]:
     """Draws the table of levels, the limits, and where the rest is."""
     from rich.text import Text
 
-    lines: list[RenderableType] = [Text(f"{result.model} at {result.url}", "bold"), _table(result)]
+    lines: list[RenderableType] = [Text(f"{result.model} at {result.url}", "bold"), *_server(result), _table(result)]
     for finding in result.findings:
         mark = ("✓ ", "green") if finding.ok else ("✗ ", "red")
         lines.append(Text.assemble(mark, finding.words))
@@ -109,7 +123,22 @@ def picture(result: "Bench") -> list["RenderableType"]:
         limits = " that keeps the limits" if result.slo else ""
         lines.append(Text(f"fastest level{limits}: {result.best}"))
     lines += [Text(note, "dim") for note in result.notes]
+    lines += _against(result.against) if result.against else []
     return [*lines, *([Text(f"wrote {result.path}: bench.json, bench.html")] if result.path else [])]
+
+
+def _against(other: "Comparison") -> list["RenderableType"]:
+    """Draws how many times the figures of the other run these are."""
+    from rich.text import Text
+
+    right = ("tok/s", "TTFT p50", "token p50")
+    ratios = table(("", *right), right, no_wrap=True)
+    for change in other.changes:
+        figures = (change.tokens_per_second, change.ttft_p50, change.tpot_p50)
+        ratios.add_row(change.level, *("" if figure is None else f"{figure:.2f}x" for figure in figures))
+    title = Text(f"against {other.model} of {other.date}", "bold")
+    rows = [ratios] if other.changes else [Text("no level has the same name", "dim")]
+    return [title, *rows, *(Text(words, "dim") for words in other.differences)]
 
 
 def _table(result: "Bench") -> "RenderableType":

@@ -16,13 +16,16 @@ from typing import Any
 from quantry import __version__
 from quantry.errors import OutputError, QuantryError
 from quantry.jobs.load import endpoint, guidellm_process, scenario
+from quantry.jobs.load.compare import Comparison, compare, read_earlier
 from quantry.jobs.load.endpoint import Endpoint
 from quantry.jobs.load.guidellm_process import GuidellmProcess
 from quantry.jobs.load.metrics import Watch
 from quantry.jobs.load.results import Level, level_of
 from quantry.jobs.load.scenario import Concurrency, Lengths, Load, Profile
+from quantry.jobs.load.server_facts import server_facts
 from quantry.jobs.load.slo import SloFinding, check_limits, judge
 from quantry.jobs.output_folder import write_json, writing
+from quantry.report.sizes import counted
 from quantry.storage import write_atomically
 from quantry.storage.temporary import temporary_folder
 from quantry.types import Progress
@@ -47,6 +50,9 @@ class Bench:
     best: str | None  # the level with the most tokens per second that passes every limit and failed no request
     notes: tuple[str, ...]
     versions: Mapping[str, str] = field(default_factory=dict)
+    server: Mapping[str, str] = field(default_factory=dict)  # engine, version and hardware, as far as they are known
+    interrupted: bool = False  # levels are missing
+    against: Comparison | None = None  # with an earlier load test
     path: Path | None = None
 
     @property
@@ -79,6 +85,7 @@ def bench(
     chat: bool = False,
     api_key: str | None = None,
     output: Path | None = None,
+    against: Path | None = None,
     guidellm_python: Path | None = None,
     started: GuidellmProcess | None = None,
     timeout: float = scenario.TIMEOUT,
@@ -91,7 +98,8 @@ def bench(
     that arrive per second at random moments (`rate`, Poisson). A level ends after `requests` or `seconds`. Prompts are
     generated in the given lengths and share their first `shared_prefix` tokens, or come from `dataset`, a file or hub
     id. Each run has new prompts unless `seed` repeats those of another, which the server's cache may know. bench.json
-    and bench.html go into the folder `output`. `started` is a guidellm that is running already.
+    and bench.html go into the folder `output`. `against` is the bench.json of another run, to
+    compare with. `started` is a guidellm that is running already.
 
     Raises QuantryError if an option is wrong, guidellm is missing, or the server answers no request. Example:
 
@@ -106,12 +114,20 @@ def bench(
         seed=scenario.new_seed() if seed is None else seed,
     ).checked()  # fmt: skip
     check_output(output)
+    earlier = read_earlier(against) if against else None
     guidellm = started or Path(guidellm_process.find_python(guidellm_python))
     server = endpoint.find(url, model, api_key)
-    levels, version = _measured(server, load, profiles, tokenizer, guidellm, progress)
+    known = server_facts(server)
+    levels, version, interrupted = _measured(server, load, profiles, tokenizer, guidellm, progress)
     _check_answered(server, levels)
     finished = _result(server, load, levels, limits, swept=concurrency == scenario.SWEEP, repeated=seed is not None)
-    finished = replace(finished, versions={"quantry": __version__, "guidellm": version})
+    finished = replace(finished, versions={"quantry": __version__, "guidellm": version}, server=known)
+    if interrupted:
+        notes = (*finished.notes, f"interrupted after {counted(len(levels), 'level')}: the others were not measured")
+        verdict = "" if finished.verdict == PASS else finished.verdict
+        finished = replace(finished, interrupted=True, notes=notes, verdict=verdict)
+    if earlier:
+        finished = replace(finished, against=compare(finished, earlier))
     return _written(finished, output) if output else finished
 
 
@@ -128,8 +144,11 @@ def _measured(
     tokenizer: str | Path | None,
     guidellm: GuidellmProcess | Path,
     progress: Progress | None,
-) -> tuple[tuple[Level, ...], str]:
-    """Measures all levels with a running guidellm, or with one that it starts; returns its version too."""
+) -> tuple[tuple[Level, ...], str, bool]:
+    """Measures all levels with a running guidellm, or with one that it starts.
+
+    Returns those that are finished, its version, and if Ctrl-C ended it before the last.
+    """
     with temporary_folder() as spare:
         counted_with = None
         if tokenizer is not None or load.dataset is None:  # prompts of a data set have their own lengths
@@ -138,7 +157,14 @@ def _measured(
         offline = not load.is_on_hub and (counted_with is None or Path(counted_with).is_dir())
         started = guidellm_process.started
         with started(guidellm, offline=offline) if isinstance(guidellm, Path) else nullcontext(guidellm) as running:
-            return tuple(_levels(running, server, load, counted_with, profiles, progress)), running.version
+            levels: list[Level] = []
+            try:
+                levels.extend(_levels(running, server, load, counted_with, profiles, progress))
+            except KeyboardInterrupt:
+                if not levels:
+                    raise
+                return tuple(levels), running.version, True
+            return tuple(levels), running.version, False
 
 
 def _levels(
