@@ -8,6 +8,7 @@ import typer
 from quantry.cli._flags import AnswerTokens, Chat, Dataset, GuidellmPython, Json, PromptTokens, Tokenizer
 from quantry.cli._output import print_result, steps, table
 from quantry.engines.contract.options import API_KEY
+from quantry.report.sizes import short
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -142,9 +143,9 @@ def _against(other: "Comparison") -> list["RenderableType"]:
 
 def _table(result: "Bench") -> "RenderableType":
     engine = any(level.engine for level in result.levels)
-    headings = ["answered", "errors", "req/s", "tok/s", "TTFT p50", "p95", "p99 ms", "token p50", "p95", "p99 ms"]
+    headings = ["answered", "errors", "req/s", "tok/s", "TTFT p50 ms", "p95", "p99", "token p50 ms", "p95", "p99"]
     right = (*headings, *(("prefix", "accept", "KV") if engine else ()))
-    levels = table(("", *right), right, padding=(0, 1, 0, 0), no_wrap=True)
+    levels = table(("", *right), right, drop=("KV", "accept", "prefix", "p99", "answered", "p95", "req/s"))
     for level in result.levels:
         levels.add_row(level.name, *_cells(level), *(_engine(level) if engine else ()))
     return levels
@@ -162,7 +163,7 @@ def _cells(level: "Level") -> list[str]:
 
 
 def _times(spread: "Spread | None") -> list[str]:
-    return [""] * 3 if spread is None else [f"{value:.4g}" for value in (spread.p50, spread.p95, spread.p99)]
+    return [""] * 3 if spread is None else [short(value) for value in (spread.p50, spread.p95, spread.p99)]
 
 
 def _engine(level: "Level") -> list[str]:
