@@ -127,6 +127,7 @@ MEMBERS = {  # a collection of names, or a function that returns one
     "gates": "quantry.proof.gate.uses",
     "uses": "quantry.planning.rules.uses",
     "matrices": "quantry.planning.matrices.MAKERS",
+    "cache_kinds": "quantry.storage.cache.KINDS",
 }
 
 
