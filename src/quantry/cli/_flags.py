@@ -132,8 +132,6 @@ MEMBERS = {  # a collection of names, or a function that returns one
 
 
 def _names(word: str) -> Iterable[str]:
-    if word == "folder_formats":  # GGUF files are written from 16 bit only
-        return (name for name in registry.choices("quantry.formats") if name != "gguf")
     if word in PLUGINS:
         return registry.choices(PLUGINS[word])
     module, _, member = MEMBERS[word].rpartition(".")
