@@ -26,7 +26,7 @@ from quantry.models.workspace import check_room, check_target, recover
 from quantry.numerics.grids import SCALE_DTYPES, dequantize
 from quantry.quantizing import card
 from quantry.quantizing.calibration.block_inputs import BlockInputs
-from quantry.quantizing.containers.folder import SHARD_BYTES, SafetensorsFolder, small_files
+from quantry.quantizing.containers.folder import SHARD_BYTES, SafetensorsFolder, files_beside, small_files
 from quantry.quantizing.makers.checks import cast, check_decodes
 from quantry.quantizing.pipeline import WriteJob, write
 from quantry.quantizing.quantized_model import QuantizedModel
@@ -75,7 +75,7 @@ def convert(
         return card.finished(job.planned, job.recipe, job.plan, job.source)
     if announce:
         announce(job.planned)
-    check_room(out, job.plan.bytes)
+    check_room(out, {"the weights": job.plan.bytes, "the files beside them": files_beside(job.checkpoint)})
     return job.planned if dry_run else job.run(shard_bytes, progress, overwrite=overwrite)
 
 

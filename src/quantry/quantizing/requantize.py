@@ -62,7 +62,7 @@ class Requantization:
 
     def __init__(self, source: str | Path, out: Path, decoding: Decoding, preset: Preset) -> None:
         self._decoding, self._weights = decoding, DecodedWeights(decoding)
-        self.source = decoding.source
+        self.source, self.checkpoint = decoding.source, decoding.checkpoint
         self.recipe = Recipe(preset, GGUF)
         small = _small_files(decoding)
         name = _name(source)
