@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantry.cli import _flags as flags
+from quantry.cli._next import tell_next
 from quantry.cli._output import check_files, print_result, steps, table, write_file
 from quantry.report.sizes import counted
 
@@ -106,6 +107,8 @@ def command(
         _tell_files(Path(proof.recorded))
     if not proof.passed:
         raise typer.Exit(1)
+    if not json:
+        tell_next(artefact)
     if output and proof.recorded is None:
         raise typer.Exit(2)
 

@@ -19,7 +19,7 @@ DTYPES = {"bf16": "bfloat16", "f16": "float16"}
 
 
 def files_beside(checkpoint: Checkpoint) -> int:
-    """Returns the bytes beside the weights: copied files, headers, the index and quantry.json, which name every tensor."""
+    """Returns the bytes beside the weights: copied files, and headers, index and quantry.json, which name tensors."""
     copied = (size for name, size in checkpoint.files.items() if any(fnmatch(name, pattern) for pattern in COPIED))
     return sum(copied) + NAMED * len(checkpoint.tensors)
 
