@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS_VENV ?= .venv-docs
+DOCS_READY := $(DOCS_VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export HF_HUB_DISABLE_TELEMETRY := 1
 unexport PYTHONDONTWRITEBYTECODE  # every process of a test would compile the package again
@@ -12,7 +14,7 @@ AS_ROOT := $(if $(filter 0,$(shell id -u)),,sudo -n)
 APT := $(AS_ROOT) env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300
 INSTALL_BROWSER = $(APT) update >/dev/null && $(APT) install -y --no-install-recommends chromium >/dev/null
 
-.PHONY: demo test test-deep test-engines campaign check docs build hashes bill clean browser
+.PHONY: demo test test-deep test-engines campaign check docs pictures build hashes bill clean browser
 
 ## demo: the main job on the model that ships with the package, offline: quantize, prove, serve, a first answer
 demo: $(READY)
@@ -50,15 +52,22 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-## docs: rewrites the generated parts of docs/
-docs: $(READY)
+## docs: rewrites the generated pages and builds the site in build/site; a link that leads nowhere is an error
+docs: $(READY) $(DOCS_READY)
 	$(BIN)/python docs/make_pages.py
+	rm -rf build/site
+	$(DOCS_VENV)/bin/sphinx-build --quiet --fail-on-warning --keep-going --nitpicky -d build/site-doctrees docs build/site
+	@echo "open build/site/index.html"
+
+## pictures: runs the commands that README and docs show, and writes their pictures and outputs
+pictures: $(READY) browser
+	$(BIN)/python docs/make_pictures.py
 
 ## build: a wheel and a source archive in dist/
 build: $(READY)
 	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
-## hashes: writes hashes.txt for the versions of constraints.txt; needs the package index
+## hashes: writes hashes.txt for the versions of constraints.txt, and both in docs/; needs the package index
 hashes:
 	$(PYTHON) .ci/hash_packages.py
 
@@ -74,5 +83,11 @@ $(READY): pyproject.toml constraints.txt hashes.txt
 	$(PIP) --no-build-isolation --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+# what builds the site: pure Python, away from what Quantry itself needs
+$(DOCS_READY): docs/constraints.txt docs/hashes.txt
+	$(PYTHON) -m venv $(DOCS_VENV) || { echo "python3-venv is missing: apt-get install python3-venv"; exit 1; }
+	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement docs/hashes.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DOCS_VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

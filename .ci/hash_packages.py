@@ -1,5 +1,7 @@
 """Writes hashes.txt: for every version of constraints.txt the SHA-256 of each file that the package index has of it.
 
+The same is done in docs/, for what builds the site.
+
     python .ci/hash_packages.py
 
 pip then installs those bytes and no others (--require-hashes), on every platform that Quantry runs on. torch is left to
@@ -25,14 +27,19 @@ HEAD = "# Made by .ci/hash_packages.py from constraints.txt (make hashes): what 
 
 
 def main() -> None:
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    for folder in (ROOT, ROOT / "docs"):
+        _write(folder)
+
+
+def _write(folder: Path) -> None:
+    lines = (folder / "constraints.txt").read_text(encoding="utf-8").splitlines()
     wanted = [line.split("==") for line in lines if "==" in line and line.split("==")[0] not in LEFT_OUT]
     with ThreadPoolExecutor(8) as several:
         found = list(several.map(lambda pair: sorted(_hashes(*pair)), wanted))
     missing = [name for (name, _), hashes in zip(wanted, found, strict=True) if not hashes]
     if missing:
         sys.exit(f"the index has no files of {', '.join(missing)}")
-    (ROOT / "hashes.txt").write_text(HEAD + "".join(map(_entry, wanted, found)), encoding="utf-8")
+    (folder / "hashes.txt").write_text(HEAD + "".join(map(_entry, wanted, found)), encoding="utf-8")
 
 
 def _hashes(name: str, version: str) -> Iterator[str]:

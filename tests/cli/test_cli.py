@@ -118,6 +118,26 @@ def test_help_imports_nothing_heavy() -> None:
     assert not imported("quantize", "--help") & {"torch", "transformers"}
 
 
+WRONG = {
+    "preset": ("quantize", "demo", "-o", "out", "--preset", "nonsense"),
+    "model": ("quantize", "nothing", "-o", "out", "--preset", "awq"),
+    "artefact": ("verify", "nothing"),
+    "gate": ("verify", "demo", "--gate", "nonsense"),
+    "engine of verify": ("verify", "demo", "--engine", "tgi"),
+    "presets": ("sweep", "demo", "-o", "out", "--presets", "w4a16:group=64,nonsense"),
+    "text": ("diff", "demo", "demo", "--text", "nothing.txt"),
+    "engine": ("run", "demo", "--engine", "nonsense"),
+    "data": ("sensitivity", "demo", "--data", "nothing.txt"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_word_is_answered_before_torch_is_imported(wrong: str) -> None:
+    done = command(*WRONG[wrong])
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert not imported(*WRONG[wrong]) & {"torch", "transformers", "matplotlib"}
+
+
 def test_help_lists_what_may_be_given() -> None:
     """Names of plug-ins and of rows of data come from where they are defined; no help text is left with a placeholder."""
     shown = {name: _flags.filled(parameter.help) for name, parameter in parameters("quantize").items()}

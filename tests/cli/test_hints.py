@@ -149,9 +149,11 @@ def _before_prose(text: str) -> Iterator[str]:
 
 
 def in_page(path: Path) -> Iterator[Hint]:
-    """Finds the hints of a Markdown page: lines of its code blocks, and its text."""
+    """Finds the hints of a Markdown page: lines of its code blocks except ```text, which is output, and its text."""
     text, where = path.read_text(encoding="utf-8"), str(path.relative_to(ROOT))
     for block in FENCE.findall(text):
+        if block.startswith("```text"):
+            continue
         for line in block.splitlines():
             if start := START.search(line):
                 yield Hint(where, tuple(shlex.split(line[start.start() :], comments=True)), whole=True)
@@ -213,7 +215,9 @@ def hints() -> tuple[Hint, ...]:
         (path, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(ROOT.glob("tests/planning/*.json"))
     ]
     pages = [
-        page for folder in (".", "docs", "benchmarks", "examples") for page in sorted((ROOT / folder).glob("*.md"))
+        page
+        for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "examples/*.md")
+        for page in sorted(ROOT.glob(pattern))
     ]
     collected = [hint for path in sorted(source.rglob("*.py")) for hint in in_source(path)]
     collected += [hint for path, data in (*tables, *plans) for hint in in_data(data, str(path.relative_to(ROOT)))]
@@ -233,7 +237,7 @@ def test_hints_are_found_everywhere() -> None:
     for place in (
         "README.md",
         "Makefile",
-        "docs/serve.md",
+        "docs/reference/serve.md",
         "src/quantry/planning/rules.toml",
         "src/quantry/planning/commands.py",
     ):

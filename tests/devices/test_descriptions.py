@@ -450,7 +450,7 @@ def test_figures_that_cannot_be_are_one_clear_line(text: str) -> None:
 
 
 DOCUMENTED = re.findall(r"`([^`]+)`", "".join(
-    line.split("|")[1] for line in (Path(__file__).parents[2] / "docs/hardware.md").read_text().splitlines() if line.startswith("| `")
+    line.split("|")[1] for line in (Path(__file__).parents[2] / "docs/reference/hardware.md").read_text().splitlines() if line.startswith("| `")
 ))  # fmt: skip
 
 

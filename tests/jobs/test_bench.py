@@ -469,6 +469,29 @@ def test_a_load_with_failures_is_exit_code_1(broken: Broken, monkeypatch: pytest
     assert "requests failed" in shown.stdout
 
 
+def test_finished_levels_are_kept_when_a_load_is_interrupted(tmp_path: Path) -> None:
+    """As by Ctrl-C in the second level."""
+    demo = Path(quantry.__file__).parent / "demo"
+
+    def interrupt(number: int, _: int, __: str) -> None:
+        if number == 1:
+            raise KeyboardInterrupt
+
+    with Breakable() as server, guidellm_process.started(None, offline=True) as running:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        server.answers = 10**9
+        load: dict[str, Any] = {"requests": 2, "prompt_tokens": 8, "answer_tokens": 4, "tokenizer": demo}
+        kept = bench(
+            server.url, started=running, concurrency=[1, 2], slo={"error_rate": 0.5}, output=tmp_path,
+            progress=interrupt, **load,
+        )  # fmt: skip
+        server.shutdown()
+    assert (kept.interrupted, kept.verdict, [level.name for level in kept.levels]) == (True, "", ["1 at once"])
+    assert "interrupted after 1 level" in kept.notes[-1]
+    assert json.loads((tmp_path / "bench.json").read_text())["levels"][0]["completed"] == 2
+    assert "core" in kept.server["hardware"], "the server is on this machine"
+
+
 def test_each_run_has_prompts_of_its_own_unless_a_seed_repeats_them(broken: Broken) -> None:
     prompts, results = broken.prompts, broken.results
     assert prompts["between levels"] & prompts["in the middle"], "of one seed"

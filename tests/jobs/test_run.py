@@ -692,6 +692,21 @@ def server() -> Iterator[FakeServer]:
         thread.join()
 
 
+def test_the_pace_is_the_servers_own_if_it_gives_one(server: FakeServer) -> None:
+    """Pieces that arrive together would give any pace."""
+    server.raw = b"".join(
+        f"data: {json.dumps(row)}\n\n".encode()
+        for row in (
+            {"choices": [{"text": "a "}]},
+            {"choices": [{"text": "b"}], "timings": {"predicted_per_second": 42.5}},
+        )
+    )
+    with Server(server.url) as client:
+        assert client.complete("go").whole().tokens_per_s == 42.5
+        server.raw = server.raw.replace(b"42.5", b"1e300")
+        assert client.complete("go").whole().tokens_per_s != 1e300
+
+
 def test_pieces_times_and_tokens(server: FakeServer) -> None:
     server.pieces = [
         {"delta": {"role": "assistant", "content": None}},

@@ -23,7 +23,7 @@ from quantry.proof.checks import check_files
 from quantry.quantizing.card import proven_files
 from quantry.quantizing.recipe_file import from_card, read_plan, read_recipe
 from quantry.storage.reading import read_json, read_toml
-from quantry.storage.shape import fault
+from quantry.storage.shape import fault, plain_fault
 
 
 @dataclass
@@ -234,3 +234,9 @@ def test_a_card_without_a_recipe_says_so() -> None:
     for recipe in recipes:
         with pytest.raises((CheckpointError, QuantryError)):
             from_card({"recipe": recipe})
+
+
+def test_a_tokenizer_without_a_limit_is_not_damaged() -> None:
+    """Transformers writes 10^30 where a model has no greatest length; most models of the hub have it."""
+    assert plain_fault({"model_max_length": int(1e30)}) == ""
+    assert "31 digits" in plain_fault({"vocab_size": int(1e30)})

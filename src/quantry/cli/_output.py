@@ -101,18 +101,22 @@ def write_report(folder: "Path", *, missing: bool = False) -> "Path":
 
 
 def check_files(files: "Iterable[Path]") -> None:
-    """Raises OutputError for a file whose folder does not exist, before the work that it is to hold."""
+    """Raises OutputError for a file that cannot be written, before the work that it is to hold."""
+    from os import W_OK, access
+
     from quantry.errors import OutputError
 
     for file in files:
-        if not file.expanduser().parent.is_dir():
-            raise OutputError(f"the folder of {file} does not exist", fix="make it first")
+        above = next(folder for folder in file.expanduser().absolute().parents if folder.exists())
+        if not above.is_dir() or not access(above, W_OK):
+            raise OutputError(f"{file} cannot be written: {above} is no folder to write in", fix="name another file")
 
 
 def write_file(file: "Path", content: str | bytes) -> None:
     """Writes a file of results, whole or not at all, and through no link."""
     from quantry.storage import write_named
 
+    file.expanduser().parent.mkdir(parents=True, exist_ok=True)
     write_named(file.expanduser(), content.encode() if isinstance(content, str) else content)
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from quantry.jobs.load.bench import Bench
     from quantry.jobs.load.results import Level, Spread
 
+INTERRUPTED = 130
 GROUP = "serve"
 EXAMPLES = (
     "quantry bench http://127.0.0.1:8080 --concurrency 1,4,16",
@@ -68,6 +69,8 @@ def command(
             guidellm_python=guidellm_python, timeout=timeout, seed=seed, progress=progress,
         )  # fmt: skip
     print_result(result, picture, json)
+    if result.interrupted:
+        raise typer.Exit(INTERRUPTED)
     if result.verdict == "fail":
         raise typer.Exit(1)
 
@@ -94,11 +97,18 @@ def _rates(words: str | None) -> list[float] | None:
         raise QuantryError(f"--rate is {words!r}", fix="give numbers such as 0.5,2") from None
 
 
+def _server(result: "Bench") -> list["RenderableType"]:
+    from rich.text import Text
+
+    words = [result.server[name] for name in ("engine", "version", "hardware") if name in result.server]
+    return [Text(", ".join(words), "dim")] if words else []
+
+
 def picture(result: "Bench") -> list["RenderableType"]:
     """Draws the table of levels, the limits, and where the rest is."""
     from rich.text import Text
 
-    lines: list[RenderableType] = [Text(f"{result.model} at {result.url}", "bold"), _table(result)]
+    lines: list[RenderableType] = [Text(f"{result.model} at {result.url}", "bold"), *_server(result), _table(result)]
     for finding in result.findings:
         mark = ("✓ ", "green") if finding.ok else ("✗ ", "red")
         lines.append(Text.assemble(mark, finding.words))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantry.cli import _flags as flags
+from quantry.cli._first import check_given, check_models, check_recipe
 from quantry.cli._output import announce, bar, finish, write_report
 
 if TYPE_CHECKING:
@@ -79,6 +80,12 @@ def command(
     """Write a quantized checkpoint that engines load unmodified."""
     from dataclasses import replace
 
+    check_recipe(
+        preset=preset, format=format, group=group, rounder=rounder, transform=transform, input_scales=input_scales,
+        kv=kv,
+    )  # fmt: skip
+    check_given(recipe, plan, data)
+    check_models(model)
     from quantry.jobs.quantize import quantize
     from quantry.quantizing.card import FINISHED
 

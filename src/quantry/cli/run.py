@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantry.cli import _flags as flags
+from quantry.cli._first import check_engine, check_given, check_use
 from quantry.cli._output import bar, print_json, steps
 from quantry.report.sizes import human
 
@@ -69,6 +70,9 @@ def command(
 
     Exit code 1 if the gate fails: then nothing is served.
     """
+    check_engine(engine)
+    check_use(use)
+    check_given(text)
     from quantry.jobs.run.plan import QUESTION, DeclinedError
     from quantry.jobs.run.run import run
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantry.cli import _flags as flags
+from quantry.cli._first import check_gate, check_given, check_models, check_presets, check_scoring_engine
 from quantry.cli._next import tell_next
 from quantry.cli._output import print_result, steps
 from quantry.report.sizes import counted
@@ -52,6 +53,11 @@ def command(
     json: flags.Json = False,
 ) -> None:
     """Quantize a model with many presets, measure and compare them; exit code 1 if one cannot be made or measured."""
+    check_presets(presets)
+    check_gate(gate)
+    check_scoring_engine(engine)
+    check_given(text, data)
+    check_models(model)
     from quantry.jobs.sweep.sweep import sweep
 
     with steps(quiet=json) as progress:

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantry.cli import _flags as flags
+from quantry.cli._first import check_gate, check_given, check_present, check_scoring_engine
 from quantry.cli._next import tell_next
 from quantry.cli._output import check_files, print_result, steps, table, write_file
+from quantry.report.ci import differing
 from quantry.report.sizes import counted
 
 if TYPE_CHECKING:
@@ -82,6 +84,10 @@ def command(
     json: flags.Json = False,
 ) -> None:
     """Measure what was lost, on the written bytes and in the engine; exit code 1 if the gate fails."""
+    check_gate(gate)
+    check_scoring_engine(engine)
+    check_given(text, prompts)
+    check_present(artefact, reference)
     from quantry.jobs.verdict import obstacle
     from quantry.jobs.verify import verify
     from quantry.report import ci
@@ -173,6 +179,7 @@ def _answers(proof: "Proof") -> list[str]:
     if proof.prompts:
         asked = counted(proof.prompts["prompts"], "prompt")
         lines.append(f" {proof.prompts['agreement']['value']:.0%} of {asked} answered alike")
+        lines += [f"   {line}" for line in differing(proof.prompts)]
         lines += [f" {warning}" for warning in proof.prompts["warnings"]]
         if proof.prompts["correct"]:
             right = proof.prompts["correct"]

@@ -71,7 +71,7 @@ def quantize(
 ) -> Artefact:
     """Writes a quantized checkpoint of `model` to the folder `output`; with `dry_run` only says what it would be.
 
-    Exactly one of `preset`, `recipe` and `plan` (files) says what to do; docs/quantize.md explains every option.
+    Exactly one of `preset`, `recipe` and `plan` (files) says what to do; docs/reference/quantize.md explains the rest.
     Preset "auto" chooses for each tensor, so that the least is lost within a `budget`: "4.5bpw", "6GiB", "105453920B"
     or "fits RTX 3060 at 8k"; with `gpu`, a name of the catalogue or "cpu", from what its engine loads there. An output
     that the same job has finished is returned as it is; `overwrite` replaces an artefact.

@@ -44,6 +44,14 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
     return _open_gguf(files, hub["file"], str(model)) if hub["file"] else _open_folder(files, str(model))
 
 
+def is_on_hub(model: str | Path) -> bool:
+    """Says if a name is that of a model on a hub, and of nothing on this machine."""
+    try:
+        return not _path(model).exists() and HUB_ID.fullmatch(str(model)) is not None
+    except OSError:
+        return False
+
+
 def local_folder(model: str | Path) -> Path:
     """Returns the folder (or GGUF file) of a model; downloads one on the hub first, and resumes a download."""
     path = _path(model)

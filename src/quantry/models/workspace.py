@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantry.errors import OutputError, WeightError
+from quantry.errors import OutputError, QuantryError, WeightError
 from quantry.storage import ARTEFACT_FILE, write_atomically
 from quantry.storage.lock import locked
 from quantry.storage.reading import read_json
 
 RESERVE = 64 << 20  # bytes left free on the disk for everything else
 JOB = "quantry-job.json"
+UNFINISHED = "run the quantize command again: it continues where it stopped"
 DONE = ".done.json"
 REPLACED = ".replaced"  # after the name of an artefact that gives way to a new one
 
@@ -66,6 +67,17 @@ class Workspace:
         """Writes a small file; `name` may lie in a folder of its own."""
         (self.folder / name).parent.mkdir(exist_ok=True)
         write_atomically(self.folder / name, data)
+
+
+def check_finished(path: Path) -> None:
+    """Raises QuantryError if a job has not finished writing `path` or the folder that it is in."""
+    if path.is_dir() and (path / JOB).exists():
+        raise QuantryError(f"{path} is not finished", fix=UNFINISHED)
+    for out in (path, path.parent):
+        partial = out.with_name(f"{out.name}.partial") if out.name else out
+        absent = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+        if absent and (partial / JOB).exists():
+            raise QuantryError(f"{path} is not finished: {partial} holds its first part", fix=UNFINISHED)
 
 
 def check_target(out: Path, *, artefact: bool = False) -> None:

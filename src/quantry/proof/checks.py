@@ -20,7 +20,8 @@ from quantry.models.attention import text_config
 from quantry.models.chat_template import TemplateLimitError, TemplateRefusalError
 from quantry.models.reader import DEMO, demo_folder
 from quantry.models.tokenizer import render_chat, template_of
-from quantry.proof.sources import ModelSource, check_finished, open_source, tokenizer
+from quantry.models.workspace import check_finished
+from quantry.proof.sources import ModelSource, open_source, tokenizer
 from quantry.quantizing.artefact_file import read_artefact_file
 from quantry.storage import ARTEFACT_FILE
 from quantry.storage.reading import read_json

@@ -10,22 +10,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from quantry.errors import CheckpointError, QuantryError
+from quantry.errors import CheckpointError
 from quantry.formats.gguf import BLOCKS
 from quantry.llamacpp import to_tokenizer
 from quantry.models.already_quantized import quantization
 from quantry.models.reader import local_folder, open_checkpoint
 from quantry.models.tokenizer import load_tokenizer
 from quantry.models.weights import MappedWeights, PlainWeights
-from quantry.models.workspace import JOB
+from quantry.models.workspace import check_finished
 from quantry.numerics.activations import Static
 from quantry.numerics.grids import dequantize
 from quantry.quantizing import restore
 from quantry.quantizing.quantized_model import QuantizedModel
 from quantry.storage.temporary import temporary_folder
 from quantry.types import Activation, Checkpoint, Grid, Scheme
-
-UNFINISHED = "run the quantize command again: it continues where it stopped"
 
 
 @dataclass(frozen=True)
@@ -147,14 +145,3 @@ def _gguf(model: str | Path) -> ModelSource:
 def _grid(dtype: str) -> Grid:
     """Returns the grid of a ggml block type; the bits are the first digit of its name: q4_k, iq4_nl."""
     return Grid(dtype, int(dtype.lstrip("iq")[0]))  # type: ignore[arg-type]
-
-
-def check_finished(path: Path) -> None:
-    """Raises QuantryError if a job has not finished writing `path` or the folder that it is in."""
-    if path.is_dir() and (path / JOB).exists():
-        raise QuantryError(f"{path} is not finished", fix=UNFINISHED)
-    for out in (path, path.parent):
-        partial = out.with_name(f"{out.name}.partial") if out.name else out
-        absent = not out.exists() or (out.is_dir() and not any(out.iterdir()))
-        if absent and (partial / JOB).exists():
-            raise QuantryError(f"{path} is not finished: {partial} holds its first part", fix=UNFINISHED)

@@ -9,6 +9,7 @@ from quantry.report.sizes import counted
 if TYPE_CHECKING:
     from quantry.types import Proof
 
+SHOWN, LETTERS = 5, 80  # prompts with other answers, and letters of an answer
 FIGURES = {"kl": ("mean KL", ".4f"), "top1": ("same first token", ".1%"), "perplexity": ("perplexity", ".3f")}
 
 
@@ -52,10 +53,27 @@ def _lines(proof: "Proof") -> Iterator[str]:
     text = proof.text
     windows = f"{counted(text['windows'], 'window')} of {text['length']} tokens of {_cell(text['name'])}"
     yield f"Gate {proof.gate}: {passed} of {len(proof.findings)} checks passed, on {windows}."
+    if proof.prompts:
+        yield from ("", *(f"- {_cell(line)}" for line in differing(proof.prompts)))
     failed = [finding for finding in proof.findings if not finding["ok"]]
     if failed:
         yield ""
         yield from (f"- {'warning' if row['warning'] else '**failed**'}: {_cell(_sentence(row))}" for row in failed)
+
+
+def differing(prompts: Mapping[str, Any]) -> list[str]:
+    """Returns a line for each of the first prompts that the two models answer differently."""
+    other = [record for record in prompts["records"] if not record["agree"]]
+    lines = [
+        f"{record['id']}: {_short(record['quantized'])!r}, in 16 bit {_short(record['base'])!r}"
+        for record in other[:SHOWN]
+    ]
+    return [*lines, f"and {len(other) - SHOWN} more"] if len(other) > SHOWN else lines
+
+
+def _short(text: str) -> str:
+    words = " ".join(text.split())
+    return words if len(words) <= LETTERS else f"{words[:LETTERS]} ..."
 
 
 def _sentence(finding: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from quantry.engines.contract.options import is_loopback
 from quantry.errors import QuantryError
 
 CONNECT, READ = 5.0, 600.0  # seconds to reach a server, and between two pieces of an answer: prompts may be long
+UNREAL = 1e6  # tokens a second that no server gives: it divides by nothing
 LONGEST = 300  # characters of a server's message that are passed on
 START = "start one with quantry serve MODEL, or give the URL of one that runs"
 KEY = "give --api-key, or set QUANTRY_API_KEY"
@@ -45,10 +46,13 @@ class Answer:
     tokens: int
     first_s: float  # from the request to the first piece
     seconds: float  # from the request to the last
+    reported: float | None = None  # tokens a second after the first, by the server's own clock
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The pace after the first token; None for an answer of one token."""
+        """The pace after the first token, the server's own figure if it gives one; None for an answer of one token."""
+        if self.reported is not None:
+            return self.reported
         after = self.seconds - self.first_s
         return (self.tokens - 1) / after if self.tokens > 1 and after > 0 else None
 
@@ -60,12 +64,14 @@ class Stream:
         self._chunks = pieces
         self._words: list[str] = []
         self._count, self._reported = 0, 0
+        self._pace: float | None = None
         self._begun = perf_counter()
         self._first = self._last = self._begun
 
     def __iter__(self) -> Iterator[TextPiece]:
         for chunk in self._chunks:
             self._reported = _count(chunk) or self._reported
+            self._pace = _pace(chunk) or self._pace
             for piece in _pieces(chunk):
                 self._last = perf_counter()
                 self._first = self._last if not self._count else self._first
@@ -90,7 +96,8 @@ class Stream:
     def answer(self) -> Answer:
         """What has arrived so far."""
         tokens = max(self._reported, self._count)
-        return Answer("".join(self._words), tokens, self._first - self._begun, self._last - self._begun)
+        times = (self._first - self._begun, self._last - self._begun)
+        return Answer("".join(self._words), tokens, *times, self._pace)
 
 
 class Server:
@@ -218,6 +225,13 @@ def _pieces(chunk: Mapping[str, Any]) -> Iterator[TextPiece]:
 def _count(chunk: Mapping[str, Any]) -> int:
     """Returns the tokens of an answer, in the chunk that reports them; 0 in others."""
     return int((chunk.get("usage") or {}).get("completion_tokens") or 0)
+
+
+def _pace(chunk: Mapping[str, Any]) -> float | None:
+    """Returns the tokens a second that llama.cpp measures itself: pieces may arrive together on a busy machine."""
+    timings = chunk.get("timings")
+    pace = timings.get("predicted_per_second") if isinstance(timings, dict) else None
+    return float(pace) if isinstance(pace, int | float) and 0 < pace < UNREAL else None
 
 
 def reason(words: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is
 
 NESTING = 64  # of objects and lists; what Quantry writes has fewer than ten
 INTEGERS = 1 << 63  # sizes and counts beyond are none
+UNLIMITED = "model_max_length"  # of a tokenizer; transformers writes 10^30 where there is no limit
 WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", NoneType: "null"}
 
 
@@ -17,7 +18,7 @@ def plain_fault(value: Any) -> str:
         for name, item in level:
             if isinstance(item, str) and not _is_text(item):
                 return f"{name or 'it'} has characters that are none"
-            if isinstance(item, int) and abs(item) >= INTEGERS:
+            if isinstance(item, int) and abs(item) >= INTEGERS and not name.endswith(UNLIMITED):
                 return f"{name or 'it'} is a number of {len(str(item))} digits"
         level = [pair for name, item in level for pair in _inside(name, item)]
         if not level:

@@ -21,8 +21,10 @@ from quantry.jobs.load.guidellm_process import GuidellmProcess
 from quantry.jobs.load.metrics import Watch
 from quantry.jobs.load.results import Level, level_of
 from quantry.jobs.load.scenario import Concurrency, Lengths, Load, Profile
+from quantry.jobs.load.server_facts import server_facts
 from quantry.jobs.load.slo import SloFinding, check_limits, judge
 from quantry.jobs.output_folder import write_json, writing
+from quantry.report.sizes import counted
 from quantry.storage import write_atomically
 from quantry.storage.temporary import temporary_folder
 from quantry.types import Progress
@@ -47,6 +49,8 @@ class Bench:
     best: str | None  # the level with the most tokens per second that passes every limit and failed no request
     notes: tuple[str, ...]
     versions: Mapping[str, str] = field(default_factory=dict)
+    server: Mapping[str, str] = field(default_factory=dict)  # engine, version and hardware, as far as they are known
+    interrupted: bool = False  # levels are missing
     path: Path | None = None
 
     @property
@@ -108,10 +112,15 @@ def bench(
     check_output(output)
     guidellm = started or Path(guidellm_process.find_python(guidellm_python))
     server = endpoint.find(url, model, api_key)
-    levels, version = _measured(server, load, profiles, tokenizer, guidellm, progress)
+    known = server_facts(server)
+    levels, version, interrupted = _measured(server, load, profiles, tokenizer, guidellm, progress)
     _check_answered(server, levels)
     finished = _result(server, load, levels, limits, swept=concurrency == scenario.SWEEP, repeated=seed is not None)
-    finished = replace(finished, versions={"quantry": __version__, "guidellm": version})
+    finished = replace(finished, versions={"quantry": __version__, "guidellm": version}, server=known)
+    if interrupted:
+        notes = (*finished.notes, f"interrupted after {counted(len(levels), 'level')}: the others were not measured")
+        verdict = "" if finished.verdict == PASS else finished.verdict
+        finished = replace(finished, interrupted=True, notes=notes, verdict=verdict)
     return _written(finished, output) if output else finished
 
 
@@ -128,8 +137,11 @@ def _measured(
     tokenizer: str | Path | None,
     guidellm: GuidellmProcess | Path,
     progress: Progress | None,
-) -> tuple[tuple[Level, ...], str]:
-    """Measures all levels with a running guidellm, or with one that it starts; returns its version too."""
+) -> tuple[tuple[Level, ...], str, bool]:
+    """Measures all levels with a running guidellm, or with one that it starts.
+
+    Returns those that are finished, its version, and if Ctrl-C ended it before the last.
+    """
     with temporary_folder() as spare:
         counted_with = None
         if tokenizer is not None or load.dataset is None:  # prompts of a data set have their own lengths
@@ -138,7 +150,14 @@ def _measured(
         offline = not load.is_on_hub and (counted_with is None or Path(counted_with).is_dir())
         started = guidellm_process.started
         with started(guidellm, offline=offline) if isinstance(guidellm, Path) else nullcontext(guidellm) as running:
-            return tuple(_levels(running, server, load, counted_with, profiles, progress)), running.version
+            levels: list[Level] = []
+            try:
+                levels.extend(_levels(running, server, load, counted_with, profiles, progress))
+            except KeyboardInterrupt:
+                if not levels:
+                    raise
+                return tuple(levels), running.version, True
+            return tuple(levels), running.version, False
 
 
 def _levels(

@@ -127,6 +127,15 @@ def _request(root: str, key: str | None, method: str, path: str, patience: float
         ) from error
 
 
+def fetched(root: str, key: str | None, path: str) -> Any:
+    """Returns the JSON at a path; None if there is none."""
+    try:
+        answer = _request(root, key, "GET", path, ANSWER)
+        return answer.json() if answer.status_code == httpx.codes.OK else None
+    except (QuantryError, ValueError):
+        return None
+
+
 def _models(root: str, answer: httpx.Response) -> list[dict[str, Any]]:
     try:
         rows = answer.json()["data"]
@@ -144,10 +153,7 @@ def _models(root: str, answer: httpx.Response) -> list[dict[str, Any]]:
 def _places(root: str, key: str | None, row: dict[str, Any]) -> Iterator[str]:
     """Yields where the model may be: the path that the engine reports, then its name."""
     if row.get("owned_by") == "llamacpp":
-        try:
-            properties = _request(root, key, "GET", "/props", ANSWER).json()
-        except (QuantryError, ValueError):
-            properties = {}
+        properties = fetched(root, key, "/props")
         if isinstance(properties, dict) and isinstance(properties.get("model_path"), str):
             yield properties["model_path"]
     if isinstance(row.get("root"), str):

@@ -26,7 +26,7 @@ def page(result: Bench) -> str:
         section("Limits", _findings(result)),
         section("What the engine counted", _engine(result.levels)),
         section("Notes", bullets(result.notes)),
-        section("Provenance", nested({"server": result.url, "load": result.load, "versions": result.versions})),
+        section("Provenance", nested(_provenance(result))),
     )
     return document(f"{result.model} under load", sections)
 
@@ -38,9 +38,19 @@ def _head(result: Bench) -> str:
     figures = _tiles(best, bool(result.slo)) if best else ""
     return (
         f"<header>\n<h1>{escaped(result.model)} under load</h1>\n"
-        f'<p class="under">{escaped(result.url)} · {escaped(result.date)}</p>\n'
+        f'<p class="under">{escaped(_where(result))} · {escaped(result.date)}</p>\n'
         f"{shown}{figures}\n</header>"
     )
+
+
+def _provenance(result: Bench) -> dict[str, object]:
+    server = {"address": result.url, **result.server}
+    return {"server": server, "load": result.load, "versions": result.versions}
+
+
+def _where(result: Bench) -> str:
+    engine = " ".join(filter(None, (result.server.get(name) for name in ("engine", "version"))))
+    return " · ".join(filter(None, (result.url, engine, result.server.get("hardware"))))
 
 
 def _tiles(best: Level, limited: bool) -> str:

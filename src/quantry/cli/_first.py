@@ -1,0 +1,86 @@
+"""What is looked at first, without torch: a wrong word of a command line is answered within a second.
+
+The jobs check the same, and more; they take seconds to import.
+"""
+
+from pathlib import Path
+from typing import Any
+
+DEMO = "demo"  # the text that comes with the package
+
+
+def check_models(*models: str | Path | None) -> None:
+    """Raises QuantryError for a model that is not there, or whose headers are damaged; a hub is not asked yet."""
+    from quantry.models.reader import is_on_hub, open_checkpoint
+
+    for model in models:
+        if model is not None and not is_on_hub(model):
+            open_checkpoint(model)
+
+
+def check_present(*models: str | Path | None) -> None:
+    """Raises QuantryError for a model or artefact that is not there."""
+    from quantry.models.reader import is_on_hub, local_folder
+    from quantry.models.workspace import check_finished
+
+    for model in models:
+        if model is not None:
+            check_finished(Path(model).expanduser())
+            if not is_on_hub(model):
+                local_folder(model)
+
+
+def check_given(*files: Path | None) -> None:
+    """Raises QuantryError for a file to read that is not there."""
+    from quantry.errors import QuantryError
+
+    for file in files:
+        if file is not None and str(file) != DEMO and not file.expanduser().exists():
+            raise QuantryError(f"{file} does not exist", fix="check the path")
+
+
+def check_gate(name: str) -> None:
+    """Raises UnknownNameError for a gate that does not exist."""
+    from quantry.proof.gate import check_use
+
+    check_use(name)
+
+
+def check_use(name: str | None) -> None:
+    """Raises UnknownNameError for a use that does not exist."""
+    from quantry.planning.rules import find_use
+
+    find_use(name)
+
+
+def check_engine(name: str | None) -> None:
+    """Raises UnknownNameError for an engine that does not exist."""
+    from quantry.engines.contract.catalogue import engine_name
+
+    if name is not None:
+        engine_name(name)
+
+
+def check_scoring_engine(name: str | None) -> None:
+    """Raises UnknownNameError for an engine that `verify` cannot score in."""
+    from quantry.engines.contract.catalogue import scoring_name
+
+    scoring_name(name)
+
+
+def check_recipe(**settings: Any) -> None:
+    """Raises RecipeError or UnknownNameError for a preset, or for options that it cannot be carried out with."""
+    from quantry.quantizing.recipe import AUTO, build, preset_name
+
+    if settings["preset"] is not None and preset_name(settings["preset"]) != AUTO:
+        build(settings)
+
+
+def check_presets(text: str) -> None:
+    """Raises UnknownNameError for a name in a list of presets with options (`w4a16:group=64,Q4_K_M`)."""
+    from quantry.quantizing.recipe import preset_name
+
+    for piece in text.split(","):
+        name = piece.partition(":")[0].strip()
+        if name and "=" not in name:
+            preset_name(name)
