@@ -95,7 +95,7 @@ def a_level(name: str, speed: float) -> Level:
 def a_bench() -> Bench:
     levels = (a_level("1 at once", 123.4), a_level("128 at once", 12345.6))
     return Bench(
-        "http://127.0.0.1:8080", LONG, "2026-01-01", {}, levels, {}, (), "", "128 at once", (), {}, Path("out")
+        "http://127.0.0.1:8080", LONG, "2026-01-01", {}, levels, {}, (), "", "128 at once", (), {}, path=Path("out")
     )
 
 
