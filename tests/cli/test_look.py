@@ -25,6 +25,7 @@ from quantry.cli._output import _Lines, show, steps
 from quantry.jobs.auto.sensitivity import LayerSensitivity, MeasuredChoice, Sensitivity
 from quantry.jobs.load.bench import Bench
 from quantry.jobs.load.choice import Trial
+from quantry.jobs.load.compare import Change, Comparison
 from quantry.jobs.load.results import Level, Spread
 from quantry.jobs.load.tune import Tuned
 from quantry.jobs.run.result import Run
@@ -94,9 +95,12 @@ def a_level(name: str, speed: float) -> Level:
 
 def a_bench() -> Bench:
     levels = (a_level("1 at once", 123.4), a_level("128 at once", 12345.6))
+    server = {"engine": "llama.cpp", "version": "b7000", "hardware": "RTX 4090"}
+    other = Comparison("bench.json", LONG, "2026-01-01", (Change("128 at once", 1.234, 0.987, 1.0),), ())
     return Bench(
-        "http://127.0.0.1:8080", LONG, "2026-01-01", {}, levels, {}, (), "", "128 at once", (), {}, Path("out")
-    )
+        "http://127.0.0.1:8080", LONG, "2026-01-01", {}, levels, {}, (), "", "128 at once", (), server=server,
+        against=other, path=Path("out"),
+    )  # fmt: skip
 
 
 def a_tune() -> Tuned:
@@ -286,8 +290,8 @@ def test_commands_stand_on_one_line(columns: int) -> None:
 
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_help_names_every_option_whole(columns: int) -> None:
-    for name in registry.choices("quantry.cli"):
-        shown = drawn(typed(name, "--help"), columns, NO_COLOR="1")
+    for words in ((), *((name,) for name in registry.choices("quantry.cli"))):
+        shown = drawn(typed(*words, "--help"), columns, NO_COLOR="1")
         assert "…" not in shown
         assert ESCAPE not in shown
 

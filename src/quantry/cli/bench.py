@@ -132,7 +132,7 @@ def _against(other: "Comparison") -> list["RenderableType"]:
     from rich.text import Text
 
     right = ("tok/s", "TTFT p50", "token p50")
-    ratios = table(("", *right), right, no_wrap=True)
+    ratios = table(("", *right), right)
     for change in other.changes:
         figures = (change.tokens_per_second, change.ttft_p50, change.tpot_p50)
         ratios.add_row(change.level, *("" if figure is None else f"{figure:.2f}x" for figure in figures))
