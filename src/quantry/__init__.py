@@ -24,13 +24,14 @@ if TYPE_CHECKING:
     from quantry.quantizing.convert import convert
     from quantry.quantizing.recipe import presets
     from quantry.serving.prepare import serve
+    from quantry.storage.cache import cache
     from quantry.types import Anatomy, Artefact, Difference, Proof
 
 __version__ = "0.1.0"
 __all__ = [
     "Anatomy", "Artefact", "Device", "Difference", "Hardware", "Proof", "QuantryError", "__version__", "bench",
-    "convert", "diff", "hardware", "inspect", "matrix", "plan", "presets", "quantize", "run", "sensitivity", "serve",
-    "sweep", "tune", "verify",
+    "cache", "convert", "diff", "hardware", "inspect", "matrix", "plan", "presets", "quantize", "run", "sensitivity",
+    "serve", "sweep", "tune", "verify",
 ]  # fmt: skip
 
 _HOMES = {
@@ -42,6 +43,7 @@ _HOMES = {
     "Proof": "types",
     "QuantryError": "errors",
     "bench": "jobs.load.bench",
+    "cache": "storage.cache",
     "convert": "quantizing.convert",
     "diff": "proof.diff",
     "hardware": "devices",

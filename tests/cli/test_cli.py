@@ -22,9 +22,9 @@ HEAVY = {"torch", "transformers", "numpy", "gguf", "huggingface_hub", "safetenso
 
 def test_public_names_are_frozen() -> None:
     assert set(quantry.__all__) == {
-        "Anatomy", "Artefact", "Device", "Difference", "Hardware", "Proof", "QuantryError", "__version__", "bench", "convert",
-        "diff", "hardware", "inspect", "matrix", "plan", "presets", "quantize", "run", "sensitivity", "serve", "sweep", "tune",
-        "verify",
+        "Anatomy", "Artefact", "Device", "Difference", "Hardware", "Proof", "QuantryError", "__version__", "bench", "cache",
+        "convert", "diff", "hardware", "inspect", "matrix", "plan", "presets", "quantize", "run", "sensitivity", "serve", "sweep",
+        "tune", "verify",
     }  # fmt: skip
     for name in quantry.__all__:
         assert getattr(quantry, name) is not None
@@ -44,6 +44,7 @@ def test_flags_are_frozen() -> None:
             "--output", "--prompt-tokens", "--rate", "--requests", "--seconds", "--seed", "--shared-prefix", "--slo", "--timeout",
             "--tokenizer", "-o", "url",
         ],
+        "cache": ["--clear", "--json", "--older-than", "--yes", "-y", "kind"],
         "chat": ["--api-key", "--max-tokens", "--model", "--system", "--temperature", "url"],
         "convert": ["--dry-run", "--json", "--output", "--overwrite", "--requantize", "--to", "-o", "source"],
         "diff": ["--device", "--json", "--length", "--text", "--windows", "a", "b"],
@@ -237,7 +238,7 @@ def test_unreadable_values_do_not_leak_a_traceback(make_folder: MakeFolder) -> N
 def test_unknown_plugin_is_answered_with_the_choices() -> None:
     with pytest.raises(UnknownNameError, match=r"unknown cli 'inspct'; did you mean inspect\?"):
         registry.load("quantry.cli", "inspct")
-    with pytest.raises(UnknownNameError, match="choose one of: bench, chat, convert, diff, hardware"):
+    with pytest.raises(UnknownNameError, match="choose one of: bench, cache, chat, convert, diff, hardware"):
         registry.load("quantry.cli", "zzz")
     assert registry.load("quantry.cli", "inspect").__name__ == "quantry.cli.inspect"
 

@@ -43,7 +43,7 @@ KNOWN: dict[
     "preset": lambda: {*presets(), "auto", *read_data("quantry", "preset_names.toml")},
     "format": lambda: registry.choices("quantry.formats"),
     "rounder": lambda: registry.choices("quantry.methods.rounders"),
-    "to": lambda: {*registry.choices("quantry.formats"), "bf16", "fp16"} - {"gguf"},
+    "to": lambda: {*registry.choices("quantry.formats"), "bf16", "fp16"},
     "engine": engines,
     "gate": gates,
 }

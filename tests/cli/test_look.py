@@ -1,6 +1,7 @@
 """What people see: every command at 60, 80 and 120 columns, in a terminal and piped. No name and no digit is cut."""
 
 import fcntl
+import functools
 import io
 import os
 import pty
@@ -12,7 +13,7 @@ import sys
 import termios
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +21,7 @@ from unittest.mock import patch
 import pytest
 
 from quantry import registry
-from quantry.cli import bench, diff, hardware, inspect, main, matrix, plan, run, sensitivity, sweep, tune, verify
+from quantry.cli import bench, cache, diff, hardware, inspect, main, matrix, plan, run, sensitivity, sweep, tune, verify
 from quantry.cli._output import _Lines, show, steps
 from quantry.jobs.auto.sensitivity import LayerSensitivity, MeasuredChoice, Sensitivity
 from quantry.jobs.load.bench import Bench
@@ -34,6 +35,7 @@ from quantry.planning.matrices import MAKERS
 from quantry.planning.suggest import Suggestion
 from quantry.quantizing.recipe import presets
 from quantry.report.sizes import percent
+from quantry.storage.cache import KINDS, Cache, Entry
 from quantry.types import Difference, Proof
 
 COLUMNS = (60, 80, 120)
@@ -74,7 +76,7 @@ def typed(*words: str) -> Callable[[], None]:
 # ---- results to draw: computed where that is quick, made here where it is not ----
 
 
-@cache
+@functools.cache
 def planned(model: str, gpu: str) -> Any:
     from quantry.planning.plan import plan as make
 
@@ -184,6 +186,11 @@ def a_run() -> Run:
     )  # fmt: skip
 
 
+def a_cache() -> Cache:
+    entries = tuple(Entry(kind, f"{kind}-1", 123456789, 1.7e9, held=False) for kind in KINDS)
+    return Cache("/home/somebody/.cache/quantry", entries, other_bytes=5 << 30)
+
+
 def pictures() -> dict[str, Callable[[], Iterable[Any]]]:
     from quantry.devices import hardware as machine
     from quantry.models.anatomy import inspect as anatomy
@@ -195,6 +202,7 @@ def pictures() -> dict[str, Callable[[], Iterable[Any]]]:
         "plan of nothing": lambda: plan.picture(planned("llama-3.1-405b", "RTX 4090")),
         "suggest": lambda: plan.suggestions(suggested()),
         "hardware": lambda: hardware.picture(machine("8x H100")),
+        "cache": lambda: cache.picture(a_cache()),
         "inspect": lambda: inspect.picture(anatomy("demo")),
         "verify": lambda: verify.picture(a_proof()),
         "diff": lambda: diff.picture(a_difference()),
@@ -218,12 +226,12 @@ TYPED = {
 }
 
 
-@cache
+@functools.cache
 def items(name: str) -> list[Any]:
     return list(pictures()[name]())
 
 
-@cache
+@functools.cache
 def drawing(name: str) -> Callable[[], object]:
     if name in TYPED:
         return typed(*TYPED[name])

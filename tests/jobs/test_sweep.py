@@ -464,6 +464,16 @@ def test_another_recipe_in_the_same_place(again: Path) -> None:
     refused(again, "was made with another calibration", samples=5)
 
 
+def test_a_request_that_lacks_a_field(again: Path) -> None:
+    """One whose value was null: the two differ in nothing else."""
+    note = json.loads((again / "sweep.json").read_text())
+    asked = note["jobs"][NAMES[0]]["asked"]
+    gone = next(name for name, value in asked.items() if value is None)
+    del asked[gone]
+    (again / "sweep.json").write_text(json.dumps(note))
+    refused(again, f"was made with another {gone}")
+
+
 def test_a_folder_of_something_else(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("all of it")
     refused(tmp_path, "is not empty and holds no sweep.json")

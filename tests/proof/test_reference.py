@@ -21,6 +21,7 @@ from quantry.proof.divergence import Array, TopK
 from quantry.proof.reference import Reference, StandIn, cache_folder, fingerprint, reference, shortfall
 from quantry.proof.sources import open_source, tokenizer
 from quantry.proof.text import Window, default_text, windows
+from quantry.storage.holding import unused
 from tiny_models import write_model
 
 VOCABULARY = 12288
@@ -324,3 +325,15 @@ def test_the_cache_goes_where_the_environment_says(
     monkeypatch.setenv("QUANTRY_CACHE", str(tmp_path / "file"))
     with pytest.raises(OutputError, match="cannot write the reference to .*QUANTRY_CACHE"):
         reference(tiny[0], cuts(1), k=64)
+
+
+def test_a_reference_is_held_as_long_as_it_is_used(small: Reference, tiny: tuple[Path, Any], tmp_path: Path) -> None:
+    """Clearing the cache takes no reference from the job that reads it."""
+    found: Reference | None = reference(tiny[0], small.windows, k=64, cache=tmp_path)
+    assert found is not None
+    folder = found.folder
+    with unused(folder) as free:
+        assert not free
+    del found
+    with unused(folder) as free:
+        assert free

@@ -159,7 +159,7 @@ def test_verdict_goes_into_the_card_once(q8: Path) -> None:
         assert content["proof"]["kl"] == proof.kl
         assert content["preset"] == "gguf-q8_0"
     words = (q8 / "README.md").read_text()
-    assert words.count("## Proof") == 1
+    assert words.count("## What was measured") == 1
     assert "*draft*" in words
     assert str(q8.parent) not in words + (q8 / "quantry.json").read_text()
 

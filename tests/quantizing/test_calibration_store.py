@@ -21,6 +21,7 @@ from quantry.models.identity import identity
 from quantry.models.reader import open_checkpoint
 from quantry.quantizing.calibration.observe import collect
 from quantry.quantizing.calibration.store import Statistics, Store, default_store
+from quantry.storage.holding import unused
 from tiny_files import LLAMA
 from tiny_models import write_model
 
@@ -288,3 +289,15 @@ def test_a_byte_in_the_middle_of_a_tensor_makes_another_model(tmp_path: Path) ->
         (folder / "config.json").write_text(json.dumps(LLAMA))
         names.append(identity(open_checkpoint(folder)))
     assert len(set(names)) == 4
+
+
+def test_statistics_are_held_as_long_as_they_are_used(folder: Path, store: Store) -> None:
+    """Clearing the cache takes no statistics from the job that reads them."""
+    found = statistics(Folder(folder), store=store)
+    found.observed(0)
+    place = files(store)[0].parent
+    with unused(place) as free:
+        assert not free
+    del found
+    with unused(place) as free:
+        assert free

@@ -131,12 +131,11 @@ MEMBERS = {  # a collection of names, or a function that returns one
     "gates": "quantry.proof.gate.uses",
     "uses": "quantry.planning.rules.uses",
     "matrices": "quantry.planning.matrices.MAKERS",
+    "cache_kinds": "quantry.storage.cache.KINDS",
 }
 
 
 def _names(word: str) -> Iterable[str]:
-    if word == "folder_formats":  # GGUF files are written from 16 bit only
-        return (name for name in registry.choices("quantry.formats") if name != "gguf")
     if word in PLUGINS:
         return registry.choices(PLUGINS[word])
     module, _, member = MEMBERS[word].rpartition(".")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from quantry.cli._next import tell_next
 from quantry.report.sizes import counted, duration, percent
 
 if TYPE_CHECKING:
@@ -159,6 +160,7 @@ def finish(artefact: "Artefact", dry_run: bool, json: bool, page: "Path | None" 
             typer.echo(f"wrote {artefact.path}")
         if page:
             typer.echo(f"report: {page}")
+        tell_next(artefact.path, verify=True)
 
 
 # Both bars yield a function to report with, or None if `quiet`. Without a terminal they write a line now and then.

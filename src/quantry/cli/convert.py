@@ -11,11 +11,13 @@ GROUP = "make"
 EXAMPLES = (
     "quantry convert out-w4a16 -o out-gptq --to gptq",
     "quantry convert model-Q8_0.gguf -o out-bf16 --to bf16",
+    "quantry convert out-gptq -o out-gguf --to gguf --requantize Q4_K_M",
 )
 Source = Annotated[str, typer.Argument(help="A quantized checkpoint: a folder, a GGUF file or a hub id.")]
-To = Annotated[str, typer.Option(help="A format ({folder_formats}), or bf16 or fp16.")]
+To = Annotated[str, typer.Option(help="A format ({formats}; gguf with --requantize), or bf16 or fp16.")]
 Requantize = Annotated[
-    str | None, typer.Option(help="A preset to round onto when the format cannot hold the grid; adds error.")
+    str | None,
+    typer.Option(help="A preset to round onto if the format cannot hold the grid, as for gguf; adds error."),
 ]
 
 

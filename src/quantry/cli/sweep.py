@@ -7,6 +7,7 @@ import typer
 
 from quantry.cli import _flags as flags
 from quantry.cli._first import check_gate, check_given, check_models, check_presets, check_scoring_engine
+from quantry.cli._next import tell_next
 from quantry.cli._output import print_result, steps, table
 from quantry.report.sizes import counted
 
@@ -67,8 +68,15 @@ def command(
             announce=None if json else lambda line: typer.echo(line, err=True),
         )  # fmt: skip
     print_result(done, picture, json)
+    if not json and (best := _smallest_that_passes(done)):
+        tell_next(best)
     if not done.complete:
         raise typer.Exit(1)
+
+
+def _smallest_that_passes(done: "Sweep") -> Path | None:
+    passing = [row for row in done.rows if row.verdict == "pass" and not row.peer and row.bytes]
+    return Path(done.path) / min(passing, key=lambda row: row.bytes or 0).name if passing else None
 
 
 def picture(done: "Sweep") -> list["RenderableType"]:

@@ -7,6 +7,7 @@ import typer
 
 from quantry.cli import _flags as flags
 from quantry.cli._first import check_gate, check_given, check_present, check_scoring_engine
+from quantry.cli._next import tell_next
 from quantry.cli._output import check_files, print_result, steps, table, write_file
 from quantry.report.ci import differing
 from quantry.report.sizes import counted, percent
@@ -112,6 +113,8 @@ def command(
         _tell_files(Path(proof.recorded))
     if not proof.passed:
         raise typer.Exit(1)
+    if not json:
+        tell_next(artefact)
     if output and proof.recorded is None:
         raise typer.Exit(2)
 

@@ -9,7 +9,7 @@ import torch
 
 from quantry.errors import CheckpointError, OutputError, RecipeError
 from quantry.formats.gguf import NAME as GGUF
-from quantry.llamacpp.importance import Importance
+from quantry.llamacpp.importance import Importance, importance_bytes
 from quantry.llamacpp.importance import read as read_importance
 from quantry.models.anatomy import check_blocks, sixteen_bit
 from quantry.models.identity import identity
@@ -19,6 +19,7 @@ from quantry.models.workspace import check_room, check_target, recover
 from quantry.numerics.device import device as computing
 from quantry.quantizing import card
 from quantry.quantizing.calibration.options import CalibrationOptions
+from quantry.quantizing.containers.folder import files_beside
 from quantry.quantizing.lacks import lacks
 from quantry.quantizing.makers.reader import WeightReader
 from quantry.quantizing.pipeline import WriteJob, write
@@ -26,6 +27,7 @@ from quantry.quantizing.recipe import AUTO, KEYS, Recipe, build, preset_name
 from quantry.quantizing.recipe_file import read_plan, read_recipe
 from quantry.quantizing.targets import GgufTarget, target_of
 from quantry.quantizing.tensor_plan import dividing_group
+from quantry.quantizing.width import wider_than_named
 from quantry.storage import ARTEFACT_FILE, SENSITIVITY_FILE
 from quantry.types import Artefact, Progress
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from quantry.jobs.auto.mixture import Mixture
     from quantry.quantizing.calibration.calibrator import Calibrator
 
+REPORT_BYTES = 2 << 20  # of report.html and report.png, which grow with the layers
 SEQUENTIAL = False  # calibrate each block on the output of quantized ones by default; it gained nothing for AWQ + GPTQ
 NOT_CALIBRATED = "leave it out, use a calibrated preset, or --rounder gptq"
 
@@ -124,12 +127,22 @@ class QuantizeJob:
             self._recipe = replace(recipe, calibration=self._calibrator.record)
             self._plan = self._calibrator.marked(self._plan)
         planned = card.plan(str(model), out, self._recipe, anatomy, self._plan)
-        self.planned = replace(planned, notes=tuple(self._notes()))
+        wider = wider_than_named(planned, self._recipe, self._plan)
+        self.planned = replace(planned, notes=(*wider, *self._notes()))
 
     def check_room(self) -> None:
         """Raises OutputError if the disk has no room for the output."""
-        kept = self._calibrator.kept_bytes if self._calibrator else 0
-        check_room(self._out, self._plan.bytes + kept)
+        vectors = (
+            self._target.tensors() if isinstance(self._target, GgufTarget) and self._recipe.imatrix == AUTO else {}
+        )
+        parts = {
+            "the weights": self._plan.bytes,
+            "hidden states of the calibration": self._calibrator.kept_bytes if self._calibrator else 0,
+            "the importance matrix": importance_bytes(vectors),
+            "the files beside them": files_beside(self._checkpoint),
+            "the report": REPORT_BYTES,
+        }
+        check_room(self._out, parts)
 
     def finished(self) -> Artefact:
         """Returns the artefact that an earlier run has made. Raises OutputError if it is that of another job."""

@@ -11,6 +11,7 @@ import struct
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,12 @@ def write(path: Path, vectors: Mapping[str, Sums], datasets: Sequence[str], chun
         writer.add_tensor(f"{name}.in_sum2", sums)
         writer.add_tensor(f"{name}.counts", counts)
     _save(writer, path)
+
+
+def importance_bytes(targets: Mapping[str, Target]) -> int:
+    """Returns the most bytes that the sums of these tensors take in a file."""
+    matrices = [target.shape for target in targets.values() if len(target.shape) > 1]
+    return sum(4 * prod(shape[:-2]) * (shape[-1] + 1) for shape in matrices)
 
 
 def _checked(name: str, sums: NDArray[Any], counts: NDArray[Any]) -> tuple[Vectors, Vectors]:

@@ -25,14 +25,18 @@ def check_sixteen_bit(checkpoint: Checkpoint) -> None:
     if checkpoint.format == "gguf":
         raise CheckpointError(
             f"{checkpoint.source} is a GGUF file",
-            fix="use the model it was made from, or turn it back with quantry convert --to bf16",
+            fix=f"use the model it was made from, or round a second time: {_again(checkpoint)}",
         )
     quantized = quantization(checkpoint)
     if quantized:
         raise CheckpointError(
             f"{checkpoint.source} is already quantized ({quantized.method}, {quantized.bits:g} bits)",
-            fix="use the 16-bit original, or quantry convert for another format",
+            fix=f"use the 16-bit original, or round a second time: {_again(checkpoint)}",
         )
+
+
+def _again(checkpoint: Checkpoint) -> str:
+    return f"quantry convert {checkpoint.source} -o OUT --to gguf --requantize Q4_K_M"
 
 
 def quantization(checkpoint: Checkpoint) -> Quantization | None:

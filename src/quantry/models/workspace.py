@@ -90,15 +90,23 @@ def check_target(out: Path, *, artefact: bool = False) -> None:
         raise OutputError(f"{parent} is not writable", fix="choose another output or change its permissions")
 
 
-def check_room(out: Path, needed: int) -> None:
-    """Raises OutputError if the disk cannot hold the rest of the job's output."""
+def check_room(out: Path, parts: Mapping[str, int]) -> None:
+    """Raises OutputError if the disk cannot hold the rest of the job's output; `parts` are its bytes by name.
+
+    What an earlier run of the job has written counts as there, also for `--overwrite`, which removes it first.
+    """
     partial = _partial(out)
-    present = sum(file.stat().st_size for file in partial.iterdir()) if partial.is_dir() else 0
+    files = [file for file in partial.rglob("*") if file.is_file()] if partial.is_dir() else []
+    present = min(sum(file.stat().st_size for file in files), sum(parts.values()))
     parent = next(folder for folder in out.absolute().parents if folder.exists())
     free = shutil.disk_usage(parent).free
-    if needed - present + RESERVE > free:
+    needed = sum(parts.values()) - present + RESERVE
+    if needed > free:
+        words = [f"{size:,} for {name}" for name, size in parts.items() if size]
+        there = [f"less {present:,} that are there"] if present else []
         raise OutputError(
-            f"{needed - present + RESERVE:,} bytes are needed in {parent} and {free:,} are free",
+            f"{needed:,} bytes are needed in {parent} and {free:,} are free: "
+            f"{', '.join([*words, f'{RESERVE:,} in reserve', *there])}",
             fix="free some space or choose an output on another disk",
         )
 

@@ -42,6 +42,7 @@ from quantry.proof.divergence import Array, TopK, all_ids, full_kl, kl, scores_a
 from quantry.proof.sources import ModelSource, open_source
 from quantry.proof.text import Window
 from quantry.storage import VARIABLE, home, write_atomically
+from quantry.storage.holding import Holder, hold
 from quantry.storage.reading import read_json
 from quantry.types import Activation, Grid, Progress
 
@@ -79,7 +80,7 @@ class PositionSample:
         return logits[torch.from_numpy(rows + start - 1).to(logits.device)].cpu()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Reference:
     """A 16-bit model on some windows. The probabilities of a window are read from the cache on demand."""
 
@@ -132,15 +133,19 @@ def reference(
     source = model if isinstance(model, ModelSource) else open_source(model)
     folder = (cache or cache_folder()) / fingerprint(source, windows, k)
     with _locked(folder):
-        cached = _load(folder, windows)
-        if cached is not None:
-            return cached
-        _clear(folder)  # a damaged entry, or one that a killed run left
-        try:
-            return _Builder(source, tuple(windows), k, device, folder, progress).build()
-        except BaseException:
-            _clear(folder)
-            raise
+        made = _load(folder, windows) or _built(_Builder(source, tuple(windows), k, device, folder, progress), folder)
+        hold(folder, made)
+        return made
+
+
+def _built(builder: "_Builder", folder: Path) -> Reference:
+    """Computes a reference in the place of a damaged entry, or of one that a killed run left."""
+    _clear(folder)
+    try:
+        return builder.build()
+    except BaseException:
+        _clear(folder)
+        raise
 
 
 def shortfall(reference: Reference, rows: Tensor) -> float:
@@ -377,8 +382,9 @@ def _clear(folder: Path) -> None:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Lets one process at a time compute a reference; the others wait and then load it."""
+    holder = Holder()
     with _writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        hold(folder, holder)
         lock = (folder / LOCK).open("w")
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -6,6 +6,7 @@ Neither names a clock or a host, so the same job gives the same bytes.
 import json
 import platform
 import re
+import shlex
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -14,15 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from quantry import __version__
+from quantry.engines.contract.adapter import adapter
+from quantry.engines.contract.catalogue import engine_facts, usual
+from quantry.engines.contract.options import Serving
 from quantry.errors import OutputError
 from quantry.models.workspace import Finished
 from quantry.quantizing.artefact_file import read_artefact_file
+from quantry.quantizing.card_head import card_head
 from quantry.quantizing.recipe import AUTO, Preset, Recipe
 from quantry.quantizing.tensor_plan import TensorPlan
 from quantry.storage import ARTEFACT_FILE
 from quantry.types import Anatomy, Artefact
 
 SECTION = ("<!-- proof -->", "<!-- end of proof -->")  # of the model card
+MEASURED = "## What was measured\n"
 FINISHED = "It was finished by an earlier run of the same job; --overwrite makes it anew."
 FIGURES = {  # of a proof -> their names and number formats in the card
     "kl": ("mean KL divergence", ".4f"),
@@ -101,19 +107,18 @@ def _fates(tensors: TensorPlan) -> dict[str, list[str]]:
     return fates
 
 
-def as_markdown(artefact: Artefact, recipe: Recipe, tensors: TensorPlan) -> str:
-    """Returns the model card."""
+def as_markdown(artefact: Artefact, recipe: Recipe, tensors: TensorPlan, folder: Path) -> str:
+    """Returns the model card; `folder` is that of the source."""
     counts = Counter(fate.partition(":")[0] for fate in tensors.fates.values())
     rules = "".join(f"| {match} | {what} |\n" for match, what in _rules(recipe))
     name = Path(artefact.source).name
+    head, missing = card_head(artefact, recipe, folder)
     return f"""---
-base_model: {name}
-library_name: transformers
-tags: [quantized, quantry, {artefact.preset}]
+{head}
 ---
 # {name}, {artefact.preset}
 
-{recipe.about}. Made with Quantry {__version__} from the 16-bit model; stored as {artefact.format}.
+{recipe.about}. Made with Quantry {__version__} from {name}; stored as {artefact.format}.
 
 | | |
 |---|---|
@@ -123,9 +128,36 @@ tags: [quantized, quantry, {artefact.preset}]
 | linear layers quantized | {artefact.quantized_layers} |
 | source tensors | {", ".join(f"{count} {fate}" for fate, count in counts.items())} |
 {rules}
-{"".join(f"{note}{chr(10)}" for note in artefact.notes)}
+{"".join(f"{note}{chr(10)}" for note in (*artefact.notes, *missing))}
+{_serving(artefact, recipe)}
+{SECTION[0]}
+{MEASURED}
+Nothing yet: `quantry verify .` in this folder compares it with the 16-bit model, and writes the figures here.
+{SECTION[1]}
+
 `quantry.json` has the recipe, the versions, the SHA-256 of each shard and the fate of every tensor.
 """
+
+
+def _serving(artefact: Artefact, recipe: Recipe) -> str:
+    """Returns the commands that serve the artefact, run in its folder: Quantry's, and that of the usual engine.
+
+    Nothing is said of a format that no engine loads.
+    """
+    engine = next(iter(usual(artefact.format)), None)
+    if engine is None:
+        return ""
+    facts, files = engine_facts(engine), [name for name in artefact.files if name.endswith(".gguf")]
+    serving = Serving(
+        model=min(files) if files else ".",
+        format=artefact.format,
+        engine=engine,
+        version=facts.latest,
+        platform="cpu" if files else "cuda",
+        kv=facts.kv_cache.recipes.get(str(recipe.kv)),
+    )
+    own = shlex.join(adapter(engine).command(serving).shown())
+    return f"## How to serve it\n\nIn this folder:\n\n```sh\nquantry serve .\n{own}\n```\n"
 
 
 def _rules(recipe: Recipe) -> list[tuple[str, str]]:
@@ -173,7 +205,7 @@ def proof_section(proof: Mapping[str, Any]) -> str:
     ]
     where = f" on {text['name']} ({text.get('positions', 0):,} positions)" if "name" in text else ""
     parts = [
-        f"## Proof\n\n{verdict} the gate *{proof.get('gate')}*, held against {proof.get('reference')}{where}.",
+        f"{MEASURED}\n{verdict} the gate *{proof.get('gate')}*, compared with {proof.get('reference')}{where}.",
         "\n".join([f"| | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|", *rows]),
         f"The reference has a perplexity of {_number(proof, 'reference_perplexity', '.3f')};"
         f" in 16-bit arithmetic it differs from itself by a KL of {_number(proof, 'noise_floor', '.2g')}.",

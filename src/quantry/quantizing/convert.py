@@ -26,11 +26,12 @@ from quantry.models.workspace import check_room, check_target, recover
 from quantry.numerics.grids import SCALE_DTYPES, dequantize
 from quantry.quantizing import card
 from quantry.quantizing.calibration.block_inputs import BlockInputs
-from quantry.quantizing.containers.folder import SHARD_BYTES, SafetensorsFolder, small_files
+from quantry.quantizing.containers.folder import SHARD_BYTES, SafetensorsFolder, files_beside, small_files
 from quantry.quantizing.makers.checks import cast, check_decodes
 from quantry.quantizing.pipeline import WriteJob, write
 from quantry.quantizing.quantized_model import QuantizedModel
 from quantry.quantizing.recipe import CAST, Preset, Recipe, preset
+from quantry.quantizing.requantize import Requantization, gguf_preset
 from quantry.quantizing.restore import Restoration
 from quantry.quantizing.tensor_plan import (
     DTYPE_NAMES,
@@ -54,62 +55,70 @@ def convert(
     to: str,
     requantize: str | None = None,
     dry_run: bool = False,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int | None = None,
     overwrite: bool = False,
     announce: Callable[[Artefact], None] | None = None,
     progress: Progress | None = None,
 ) -> Artefact:
     """Writes the quantized checkpoint or GGUF file `source` in the format `to`, or as `bf16` or `fp16`, to `output`.
 
-    Raises RecipeError if that would lose something and `requantize` names no preset. With `dry_run` it only says what
+    A GGUF file is made with a preset to `requantize` to, such as "Q4_K_M", which rounds a second time. Raises
+    RecipeError if a conversion would lose something and `requantize` names no preset. With `dry_run` it only says what
     it would write. An output that the same job has finished is returned as it is; `overwrite` replaces an artefact.
     """
     out = Path(output).expanduser()
     if not overwrite:
         recover(out)
     check_target(out, artefact=True)
-    codec = _target(to)
-    fresh = _fresh_preset(requantize)
-    job: Restoration | Conversion
-    if open_checkpoint(source).format == "gguf":
-        if codec or fresh:
-            raise RecipeError(f"a GGUF file cannot become {to} in one step", fix="convert to bf16, then quantize that")
-        job = Restoration(source, out, PLAIN[to])
-    else:
-        job = Conversion(source, out, to, codec, fresh)
+    job = _job(source, out, to, _fresh_preset(requantize))
     if not overwrite and (out / ARTEFACT_FILE).is_file():
         return card.finished(job.planned, job.recipe, job.plan, job.source)
     if announce:
         announce(job.planned)
-    check_room(out, job.plan.bytes)
+    check_room(out, {"the weights": job.plan.bytes, "the files beside them": files_beside(job.checkpoint)})
     return job.planned if dry_run else job.run(shard_bytes, progress, overwrite=overwrite)
+
+
+def _job(source: str | Path, out: Path, to: str, fresh: Preset | None) -> "Restoration | Conversion | Requantization":
+    """Returns the job, checked. Raises RecipeError for what takes two steps."""
+    is_file = open_checkpoint(source).format == GGUF
+    if to == GGUF:
+        preset = gguf_preset(fresh)
+        decoding = Restoration(source, out, "bf16") if is_file else Conversion(source, out, "bf16", None, None)
+        return Requantization(source, out, decoding, preset)
+    codec = _target(to)
+    if is_file and (codec or fresh):
+        raise RecipeError(f"a GGUF file cannot become {to} in one step", fix="convert to bf16, then quantize that")
+    return Restoration(source, out, PLAIN[to]) if is_file else Conversion(source, out, to, codec, fresh)
 
 
 class Conversion:
     """A conversion that was checked; `codec` is None for 16-bit weights, `fresh` a preset to round to again."""
 
     def __init__(self, source: str | Path, out: Path, to: str, codec: Format | None, fresh: Preset | None) -> None:
-        self._model = model = QuantizedModel(source)
+        model = QuantizedModel(source)
         self.plan = _plan(model, codec, PLAIN.get(to), fresh)
         self.source = identity(open_checkpoint(model.folder))
         self.recipe = Recipe(fresh or _described(model, to, codec), to if codec else CAST)
         self.planned = card.plan(str(source), out, self.recipe, dissect(model.checkpoint), self.plan)
         cache = model.cache if codec and codec.CACHE_SCALES else None
         self._settings = codec.config(self.plan.assignment, self.plan.kept, cache) if codec else None
-        self._maker = ConvertedLayerMaker(model, codec, self._settings or {})
+        self.checkpoint, self.folder = model.checkpoint, model.folder
+        self.maker = ConvertedLayerMaker(model, codec, self._settings or {})
         if codec and not fresh:
-            self._maker.check_lossless(self.plan)
+            self.maker.check_lossless(self.plan)
 
-    def run(self, shard_bytes: int, progress: Progress | None, *, overwrite: bool = False) -> Artefact:
+    def container(self) -> SafetensorsFolder:
+        """Returns the folder to write, with the small files of the source."""
+        return SafetensorsFolder(small_files(self.folder), self.checkpoint.config, self.plan.dtype, self._settings)
+
+    def run(self, shard_bytes: int | None, progress: Progress | None, *, overwrite: bool = False) -> Artefact:
         """Writes the converted checkpoint."""
-        model = self._model
-        small = small_files(model.folder)
-        container = SafetensorsFolder(small, model.checkpoint.config, self.plan.dtype, self._settings)
         job = WriteJob(
-            model.checkpoint, model.folder, self.recipe, self.plan, self.planned, container, shard_bytes, self.source,
-            overwrite=overwrite,
+            self.checkpoint, self.folder, self.recipe, self.plan, self.planned, self.container(),
+            shard_bytes or SHARD_BYTES, self.source, overwrite=overwrite,
         )  # fmt: skip
-        return write(job, self._maker, progress=progress)
+        return write(job, self.maker, progress=progress)
 
 
 class ConvertedLayerMaker:
@@ -198,8 +207,6 @@ def _target(to: str) -> Format | None:
     if to in PLAIN:
         return None
     registry.check("format", to, (*registry.choices(FORMATS), *PLAIN))
-    if to == GGUF:
-        raise RecipeError("GGUF is made of 16-bit weights", fix="convert to bf16, then quantize that to a gguf preset")
     return load_format(to)
 
 

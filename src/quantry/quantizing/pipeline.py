@@ -130,6 +130,6 @@ def _finish(work: Workspace, job: WriteJob, writer: ShardedWriter, notes: tuple[
         work.write(name, data)
     artefact = card.finish(job.planned, writer.files, notes)
     work.write(ARTEFACT_FILE, card.as_json(artefact, job.recipe, job.plan, job.source).encode())
-    work.write("README.md", card.as_markdown(artefact, job.recipe, job.plan).encode())
+    work.write("README.md", card.as_markdown(artefact, job.recipe, job.plan, job.folder).encode())
     remember(job.folder, job.source)
     return artefact

@@ -26,7 +26,7 @@ from quantry.models.weights import DTYPES, MappedWeights
 from quantry.models.writer import Entry, nbytes
 from quantry.quantizing import card
 from quantry.quantizing.calibration.block_inputs import BlockInputs
-from quantry.quantizing.containers.folder import SafetensorsFolder
+from quantry.quantizing.containers.folder import SHARD_BYTES, SafetensorsFolder
 from quantry.quantizing.makers.checks import cast
 from quantry.quantizing.pipeline import WriteJob, write
 from quantry.quantizing.recipe import CAST, Preset, Recipe
@@ -43,20 +43,24 @@ class Restoration:
     def __init__(self, source: str | Path, out: Path, dtype: str) -> None:
         self._file = file = open_file(source)
         self._small = to_tokenizer.tokenizer(file.metadata)
+        self.checkpoint, self.folder = file.checkpoint, file.folder
+        self.maker = RestoredTensorMaker(file)
         self.plan = _plan(file, dtype)
         self.recipe = _recipe(dtype)
         self.source = identity(file.checkpoint)
         self.planned = card.plan(str(source), out, self.recipe, dissect(file.checkpoint), self.plan)
 
-    def run(self, shard_bytes: int, progress: Progress | None, *, overwrite: bool = False) -> Artefact:
+    def container(self) -> SafetensorsFolder:
+        """Returns the folder to write, with a tokenizer from the file's key-values."""
+        return SafetensorsFolder(self._small.items(), self._file.config, self.plan.dtype)
+
+    def run(self, shard_bytes: int | None, progress: Progress | None, *, overwrite: bool = False) -> Artefact:
         """Writes the checkpoint."""
-        file = self._file
-        container = SafetensorsFolder(self._small.items(), file.config, self.plan.dtype)
         job = WriteJob(
-            file.checkpoint, file.folder, self.recipe, self.plan, self.planned, container, shard_bytes, self.source,
-            overwrite=overwrite,
+            self.checkpoint, self.folder, self.recipe, self.plan, self.planned, self.container(),
+            shard_bytes or SHARD_BYTES, self.source, overwrite=overwrite,
         )  # fmt: skip
-        return write(job, RestoredTensorMaker(file), progress=progress)
+        return write(job, self.maker, progress=progress)
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,10 @@ def _check_rules(checkpoint: Checkpoint, recipe: Recipe, plan: TensorPlan) -> No
 
 
 class GgufTarget:
-    """A GGUF file, made with an importance matrix if one is given; `computed` is its file, to be stored beside."""
+    """A GGUF file, made with an importance matrix if one is given; `computed` is its file, to be stored beside.
+
+    `small` is the folder of tokenizer and config, if it is not the checkpoint's own.
+    """
 
     def __init__(
         self,
@@ -74,11 +77,12 @@ class GgufTarget:
         recipe: Recipe,
         importance: Importance | None = None,
         computed: bytes | None = None,
+        small: Path | None = None,
     ) -> None:
         self._checkpoint, self._recipe, self._importance = checkpoint, recipe, importance
         self.plan = plan_gguf(checkpoint, recipe)
         self._vectors = self._fitting_vectors()
-        self._file = describe(checkpoint, recipe, self.plan, importance, computed)
+        self._file = describe(checkpoint, recipe, self.plan, importance, computed, small)
 
     def tensors(self) -> dict[str, Target]:
         """Returns the tensors of the file by name."""

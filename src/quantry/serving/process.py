@@ -25,6 +25,7 @@ from quantry.engines.contract.command import HERE, Command, Step
 from quantry.engines.contract.process_group import Watcher, ended_with_us, kill_group
 from quantry.errors import QuantryError
 from quantry.storage import VARIABLE, home, write_atomically, write_named
+from quantry.storage.holding import hold
 
 PORTS = range(1, 65536)
 GRACE = 15.0  # seconds between asking an engine to end and ending it
@@ -240,6 +241,7 @@ def start(
         stdin = subprocess.PIPE if launch.ends_with else subprocess.DEVNULL
         process = _popen((*launch.command.argv, *launch.ends_with), environment, place, output, stdin)
         running = Running(launch, process, file, stream)
+        _hold(running, folder)
     try:
         _await(running, patience)
         with file.open("ab") as output:
@@ -306,6 +308,13 @@ def _folder(log: Path | None, launch: Launch) -> Path:
     except OSError as error:
         raise QuantryError(f"cannot write to {folder}: {error.strerror}", fix=f"set {VARIABLE} to a folder") from error
     return folder
+
+
+def _hold(running: Running, folder: Path) -> None:
+    """Keeps what the engine uses in the cache from being cleared: its folder, and a model that it has built there."""
+    for path in (folder, *map(Path, running.argv)):
+        if home() in path.parents and path.is_dir():
+            hold(path, running)
 
 
 @contextmanager

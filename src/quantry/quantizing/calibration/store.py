@@ -36,6 +36,7 @@ from quantry.quantizing.calibration.resumable_walk import ResumableWalk
 from quantry.quantizing.calibration.statistics import Heads
 from quantry.quantizing.calibration.text import CalibrationText
 from quantry.storage import home
+from quantry.storage.holding import hold
 from quantry.storage.reading import parse_object
 from quantry.types import Stats
 
@@ -97,7 +98,7 @@ class Statistics:
         self.walked = 0  # blocks that were run for their statistics
         self._identity, self._histogram = identity, histogram
         self._last: tuple[int, ObservedBlock] | None = None
-        self._full = store is None
+        self._full, self._held = store is None, False
 
     @property
     def count(self) -> int:
@@ -125,6 +126,7 @@ class Statistics:
         """Returns what was seen of a block. Raises QuantryError if there is no such block."""
         if not 0 <= index < self.count:
             raise QuantryError(f"there is no block {index}", fix=f"blocks go from 0 to {self.count - 1}")
+        self._hold()
         if self._last is None or self._last[0] != index:
             self._last = None  # before another block takes memory
             self._last = (index, self._read(index) or self._walk_to(index))
@@ -133,6 +135,13 @@ class Statistics:
     def collect(self, block: Block) -> ObservedBlock:
         """Gathers the statistics of a block that another walk has reached, without running past it."""
         return collect(block, advance=False, histogram=self._histogram)
+
+    def _hold(self) -> None:
+        """Keeps the folder of these statistics from being cleared while they are used."""
+        if self.store is not None and not self._held:
+            with suppress(OSError):  # a store that cannot be written
+                hold(self.store.folder / self.fingerprint, self)
+            self._held = True
 
     def _walk_to(self, index: int) -> ObservedBlock:
         """Walks to a block; adds the blocks on the way that the store lacks."""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,18 @@ from quantry.models.safetensors import INDEX_FILE
 from quantry.models.writer import Entry, safetensors_header
 from quantry.quantizing.tensor_plan import entry_bytes
 from quantry.storage import ARTEFACT_FILE
+from quantry.types import Checkpoint
 
 SHARD_BYTES = 4 << 30
+NAMED = 256  # bytes of a tensor's name in headers, in the index and in quantry.json
 COPIED = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.py", "merges.txt", "vocab.txt", "LICENSE*", "NOTICE*")
 DTYPES = {"bf16": "bfloat16", "f16": "float16"}
+
+
+def files_beside(checkpoint: Checkpoint) -> int:
+    """Returns the bytes beside the weights: copied files, and headers, index and quantry.json, which name tensors."""
+    copied = (size for name, size in checkpoint.files.items() if any(fnmatch(name, pattern) for pattern in COPIED))
+    return sum(copied) + NAMED * len(checkpoint.tensors)
 
 
 def small_files(folder: Path) -> Iterator[tuple[str, bytes]]:

@@ -5,6 +5,7 @@ Headers and small files determine all of it: the type of each tensor is llama.cp
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ def describe(
     plan: TensorPlan,
     importance: Importance | None,
     computed: bytes | None = None,
+    small: Path | None = None,
 ) -> "GgufFile":
     """Writes the file's key-values from config and tokenizer; `computed` is an importance matrix to store beside it."""
     from gguf import GGUFWriter
@@ -67,10 +69,10 @@ def describe(
     from quantry.llamacpp import metadata, vocabulary
 
     assert recipe.preset.file_type is not None
-    name = _name(checkpoint.source)
+    name = small.name if small else _name(checkpoint.source)
     writer = GGUFWriter(path=None, arch=family(checkpoint.config).architecture)
     planned = [piece.target for piece in plan.gguf_tensors()]
-    with small_folder(checkpoint, name) as folder:
+    with nullcontext(small) if small else small_folder(checkpoint, name) as folder:
         number = mixture.FILE_TYPES[recipe.preset.file_type].number
         metadata.describe(writer, folder, checkpoint.config, planned, name, number)
         vocabulary.describe(writer, folder, checkpoint.config)

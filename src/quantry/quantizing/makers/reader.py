@@ -1,13 +1,24 @@
 """Reads the weights of a checkpoint onto the computing device."""
 
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from quantry.models.weights import DTYPES, MappedWeights
+from quantry.models.weights import DTYPES
 from quantry.quantizing.makers.checks import check_finite
-from quantry.types import Checkpoint
+from quantry.types import Checkpoint, TensorInfo
+
+
+class Weights(Protocol):
+    """Where tensors come from: mapped files, or what is decoded from them."""
+
+    def get(self, tensor: TensorInfo) -> Tensor: ...
+
+    def read(self, tensor: TensorInfo, buffer: Tensor) -> Tensor: ...
+
+    def release(self, tensor: TensorInfo) -> None: ...
 
 
 class WeightReader:
@@ -17,7 +28,7 @@ class WeightReader:
     GPU still computes with the weight before.
     """
 
-    def __init__(self, checkpoint: Checkpoint, weights: MappedWeights, device: torch.device) -> None:
+    def __init__(self, checkpoint: Checkpoint, weights: Weights, device: torch.device) -> None:
         self._tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
         self._weights, self.device = weights, device
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
