@@ -1,6 +1,7 @@
 """What people see: every command at 60, 80 and 120 columns, in a terminal and piped. No name and no digit is cut."""
 
 import fcntl
+import functools
 import io
 import os
 import pty
@@ -12,7 +13,7 @@ import sys
 import termios
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,11 +21,12 @@ from unittest.mock import patch
 import pytest
 
 from quantry import registry
-from quantry.cli import bench, diff, hardware, inspect, main, matrix, plan, run, sensitivity, sweep, tune, verify
+from quantry.cli import bench, cache, diff, hardware, inspect, main, matrix, plan, run, sensitivity, sweep, tune, verify
 from quantry.cli._output import _Lines, show, steps
 from quantry.jobs.auto.sensitivity import LayerSensitivity, MeasuredChoice, Sensitivity
 from quantry.jobs.load.bench import Bench
 from quantry.jobs.load.choice import Trial
+from quantry.jobs.load.compare import Change, Comparison
 from quantry.jobs.load.results import Level, Spread
 from quantry.jobs.load.tune import Tuned
 from quantry.jobs.run.result import Run
@@ -33,6 +35,7 @@ from quantry.planning.matrices import MAKERS
 from quantry.planning.suggest import Suggestion
 from quantry.quantizing.recipe import presets
 from quantry.report.sizes import percent
+from quantry.storage.cache import KINDS, Cache, Entry
 from quantry.types import Difference, Proof
 
 COLUMNS = (60, 80, 120)
@@ -73,7 +76,7 @@ def typed(*words: str) -> Callable[[], None]:
 # ---- results to draw: computed where that is quick, made here where it is not ----
 
 
-@cache
+@functools.cache
 def planned(model: str, gpu: str) -> Any:
     from quantry.planning.plan import plan as make
 
@@ -94,9 +97,12 @@ def a_level(name: str, speed: float) -> Level:
 
 def a_bench() -> Bench:
     levels = (a_level("1 at once", 123.4), a_level("128 at once", 12345.6))
+    server = {"engine": "llama.cpp", "version": "b7000", "hardware": "RTX 4090"}
+    other = Comparison("bench.json", LONG, "2026-01-01", (Change("128 at once", 1.234, 0.987, 1.0),), ())
     return Bench(
-        "http://127.0.0.1:8080", LONG, "2026-01-01", {}, levels, {}, (), "", "128 at once", (), {}, path=Path("out")
-    )
+        "http://127.0.0.1:8080", LONG, "2026-01-01", {}, levels, {}, (), "", "128 at once", (), server=server,
+        against=other, path=Path("out"),
+    )  # fmt: skip
 
 
 def a_tune() -> Tuned:
@@ -180,6 +186,11 @@ def a_run() -> Run:
     )  # fmt: skip
 
 
+def a_cache() -> Cache:
+    entries = tuple(Entry(kind, f"{kind}-1", 123456789, 1.7e9, held=False) for kind in KINDS)
+    return Cache("/home/somebody/.cache/quantry", entries, other_bytes=5 << 30)
+
+
 def pictures() -> dict[str, Callable[[], Iterable[Any]]]:
     from quantry.devices import hardware as machine
     from quantry.models.anatomy import inspect as anatomy
@@ -191,6 +202,7 @@ def pictures() -> dict[str, Callable[[], Iterable[Any]]]:
         "plan of nothing": lambda: plan.picture(planned("llama-3.1-405b", "RTX 4090")),
         "suggest": lambda: plan.suggestions(suggested()),
         "hardware": lambda: hardware.picture(machine("8x H100")),
+        "cache": lambda: cache.picture(a_cache()),
         "inspect": lambda: inspect.picture(anatomy("demo")),
         "verify": lambda: verify.picture(a_proof()),
         "diff": lambda: diff.picture(a_difference()),
@@ -214,12 +226,12 @@ TYPED = {
 }
 
 
-@cache
+@functools.cache
 def items(name: str) -> list[Any]:
     return list(pictures()[name]())
 
 
-@cache
+@functools.cache
 def drawing(name: str) -> Callable[[], object]:
     if name in TYPED:
         return typed(*TYPED[name])
@@ -286,8 +298,8 @@ def test_commands_stand_on_one_line(columns: int) -> None:
 
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_help_names_every_option_whole(columns: int) -> None:
-    for name in registry.choices("quantry.cli"):
-        shown = drawn(typed(name, "--help"), columns, NO_COLOR="1")
+    for words in ((), *((name,) for name in registry.choices("quantry.cli"))):
+        shown = drawn(typed(*words, "--help"), columns, NO_COLOR="1")
         assert "…" not in shown
         assert ESCAPE not in shown
 
