@@ -26,7 +26,10 @@ from rich.text import Text
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs/pictures"
 INPUTS = PICTURES / "inputs.json"
-SOURCES = ("docs/make_pictures.py", "src/quantry/report/*", "src/quantry/cli/*.py", "src/quantry/demo/config.json")
+SOURCES = (
+    "docs/make_pictures.py", "src/quantry/report/*", "src/quantry/demo/config.json",
+    *(f"src/quantry/cli/{name}.py" for name in ("_output", "run", "quantize", "verify", "diff", "sweep", "plan")),
+)  # fmt: skip
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 WIDTH = 1000
 TERMINAL = {"COLUMNS": "100", "HF_HUB_OFFLINE": "1"}

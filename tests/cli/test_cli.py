@@ -40,7 +40,7 @@ def test_flags_are_frozen() -> None:
     }
     assert flags == {
         "bench": [
-            "--answer-tokens", "--api-key", "--chat", "--concurrency", "--dataset", "--guidellm-python", "--json", "--model",
+            "--against", "--answer-tokens", "--api-key", "--chat", "--concurrency", "--dataset", "--guidellm-python", "--json", "--model",
             "--output", "--prompt-tokens", "--rate", "--requests", "--seconds", "--seed", "--shared-prefix", "--slo", "--timeout",
             "--tokenizer", "-o", "url",
         ],

@@ -24,6 +24,7 @@ from quantry.errors import QuantryError
 from quantry.jobs.load import bench as load
 from quantry.jobs.load import endpoint, guidellm_process
 from quantry.jobs.load.bench import Bench, bench
+from quantry.jobs.load.compare import compare, read_earlier
 from quantry.jobs.load.guidellm_process import GuidellmProcess
 from quantry.jobs.load.metrics import Watch, parse, which
 from quantry.jobs.load.page import page
@@ -200,6 +201,26 @@ def test_limits_and_files(found: Bench) -> None:
     assert stored == json.loads(json.dumps(found.to_dict()))
     assert KEY not in (found.path / "bench.json").read_text() + (found.path / "bench.html").read_text()
     assert found.versions["guidellm"].startswith("0.")
+
+
+def test_two_runs_are_compared(found: Bench, tmp_path: Path) -> None:
+    assert found.path is not None
+    earlier = json.loads((found.path / "bench.json").read_text())
+    earlier["levels"][0]["output_tokens_per_second"] /= 2
+    earlier["levels"][0]["ttft"]["p50"] *= 4
+    earlier["levels"][1]["name"] = "3 at once"
+    earlier["load"]["prompt"] = "9"
+    (tmp_path / "bench.json").write_text(json.dumps(earlier))
+    other = compare(found, read_earlier(tmp_path))
+    (one,) = other.changes
+    assert one.level == "1 at once"
+    assert [one.tokens_per_second, one.ttft_p50, one.tpot_p50] == pytest.approx([2, 0.25, 1])
+    assert other.differences == (f"prompt is {found.load['prompt']} now, and was 9",)
+    shown = "\n".join(str(row) for row in picture(replace(found, against=other)))
+    assert f"against {found.model} of {found.date}" in shown
+    (tmp_path / "bench.json").write_text('{"levels": 1}')
+    with pytest.raises(QuantryError, match=r"bench.json is damaged.*; give a folder or a bench.json"):
+        read_earlier(tmp_path)
 
 
 def test_the_page_has_every_figure(found: Bench) -> None:

@@ -221,6 +221,7 @@ def test_what_is_there_is_taken(again: Path, peer: Path, finished: tuple[Path, S
     assert progress == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
+@deep
 def test_kill_9_and_go_on(finished: tuple[Path, Sweep], peer: Path, tmp_path: Path) -> None:
     """Killed while the third artefact is written: the first two stay, and the end is that of an undisturbed sweep."""
     out = tmp_path / "out"
@@ -356,6 +357,7 @@ def test_the_transform_of_a_spec(tmp_path: Path) -> None:
 
 
 @deep
+@deep
 def test_the_gpu_of_a_spec(tmp_path: Path) -> None:
     """vLLM has no kernel for 8-bit groups on a CPU, so there is none in a mixture for one; without a device there is."""
     alone = "auto:budget=8bpw,format=compressed-tensors"
@@ -460,6 +462,16 @@ def refused(out: Path, words: str, **changed: Any) -> None:
 
 def test_another_recipe_in_the_same_place(again: Path) -> None:
     refused(again, "was made with another calibration", samples=5)
+
+
+def test_a_request_that_lacks_a_field(again: Path) -> None:
+    """One whose value was null: the two differ in nothing else."""
+    note = json.loads((again / "sweep.json").read_text())
+    asked = note["jobs"][NAMES[0]]["asked"]
+    gone = next(name for name, value in asked.items() if value is None)
+    del asked[gone]
+    (again / "sweep.json").write_text(json.dumps(note))
+    refused(again, f"was made with another {gone}")
 
 
 def test_a_folder_of_something_else(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_what_is_written_and_shown(found: Tuned) -> None:
     assert told == json.loads(json.dumps(found.to_dict()))
     assert told["trials"][0]["level"]["output_tokens_per_second"] == found.trials[0].speed
     assert (found.path / "default.log").read_text()
-    shown = [str(item) for item in picture(found) if not hasattr(item, "columns")]
+    shown = [str(item) for item in picture(found) if not hasattr(item, "add_row")]
     assert shown[-1].startswith(f"serve with: {found.chosen}, ")
 
 

@@ -432,7 +432,7 @@ def test_planning_imports_no_torch() -> None:
 
 def test_a_person_reads_it_at_a_glance() -> None:
     done = command("plan", "llama-3.1-8b", "--gpu", "RTX 3090")
-    for word in ("w4a16", "vllm serve", "quantry quantize", "quantry verify", "weights", "kv cache", "tokens/s", "█"):
+    for word in ("w4a16", "vllm serve", "quantry quantize", "quantry verify", "weights", "kv cache", "tok/s", "█"):
         assert word in done.stdout
 
 

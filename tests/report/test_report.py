@@ -30,9 +30,10 @@ from quantry.report.drawing import NARROW, WIDE, Plot
 from quantry.report.ink import PALETTE, ROLES, STEPS, settings
 from quantry.report.labels import leader, overlap, place
 from quantry.report.maps import heat, steps_of
+from quantry.report.markup import row as row_of
+from quantry.report.markup import table
 from quantry.report.memory import memory_bars
 from quantry.report.pareto import pareto
-from quantry.report.sizes import human
 from report.chromium import Browser, decoded
 from shared import shared
 
@@ -280,7 +281,7 @@ def test_everything_is_on_the_page(sweep_page: str) -> None:
     ]
     for row in content.rows:
         assert f"{row.kl:.3g}" in sweep_page
-        assert human(row.bytes) in sweep_page
+        assert f"{row.bytes / (1 << 20):.1f} MiB" in sweep_page
     for block in content.sensitivity.values():
         for value in block.values():
             assert f"<td>{value:.3g}</td>" in sweep_page
@@ -602,6 +603,38 @@ def check_page(browser: Browser, page_file: Path, width: int, dark: bool) -> Non
         assert len(shown) > 30, name
         assert max(shown.values()) < 0.97 * across * down, f"{name} is nearly empty"
         assert PALETTE[wanted[name]][dark] in shown, name
+
+
+HIDDEN = """[...document.querySelectorAll('.scroll')].filter(one => one.scrollWidth > one.clientWidth)
+  .map(one => one.querySelector('thead').textContent)"""
+LEFT_OUT = """[...document.querySelectorAll('.scroll')].map(one => one.getBoundingClientRect())
+  .filter(box => box.left < 0 || box.right > innerWidth).length"""
+
+
+@pytest.mark.parametrize("width", [1400, 400])
+def test_whole_tables_and_labels_in_a_wide_window(browser: Browser, tmp_path: Path, width: int) -> None:
+    """Eighteen columns of figures, as a load test has, need no scrolling at 1400 pixels; long names are drawn whole."""
+    name = "w4a16-awq+gptq_format-compressed-tensors_group-64"
+    content = a_sweep()
+    rows = (*(replace(row, served_kl_interval=(0.00123, 0.00125)) for row in content.rows), a_row("w4a16", name=name))
+    file = tmp_path / "wide.html"
+    levels = table(
+        ["level", "answered", "errors", "unfinished", "requests/s", "tok/s", *["per token p50", "p95", "p99"] * 3,
+         "prompt tokens", "answer tokens", "at once"],
+        [row_of(f"{count} at once", [*["1,234"] * 5, *["1234 ms"] * 9, *["256"] * 3]) for count in (1, 128)],
+        caption="x",
+    )  # fmt: skip
+    page = render(replace(content, rows=rows)).replace("</main>", f"{levels}</main>")
+    file.write_text(page.replace("<details>", "<details open>"), encoding="utf-8")
+    browser.open(file, width=width)
+    assert browser.evaluate("document.documentElement.scrollWidth") == width
+    assert browser.evaluate(OUTSIDE) == []
+    assert browser.evaluate(LEFT_OUT) == 0
+    if width == 1400:
+        assert browser.evaluate(HIDDEN) == []
+        for drawing in ("pareto", "quality"):
+            labels = f"[...document.querySelectorAll('#{drawing} .wide text')].map(text => text.textContent)"
+            assert name in browser.evaluate(labels), drawing
 
 
 def test_evil_names_in_a_browser(browser: Browser, tmp_path: Path) -> None:

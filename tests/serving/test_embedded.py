@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import quantry
-from depth import cases
+from depth import cases, deep
 from local_servers import STORY, complete, get, metric, post, send, until
 from quantry.errors import QuantryError
 from quantry.serving import embedded
@@ -75,6 +75,7 @@ def test_a_prompt_over_the_context_is_refused(server: Running) -> None:
     assert complete(server)
 
 
+@deep
 def test_memory_returns_after_a_large_request(server: Running) -> None:
     """Large enough that glibc would keep more than is allowed here."""
 

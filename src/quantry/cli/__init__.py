@@ -12,6 +12,7 @@ import typer
 from quantry import __version__, registry
 from quantry.cli._ending import ended_by_signals, ending, forgiving_output
 from quantry.cli._flags import Commands, ListingCommand
+from quantry.cli._help import honour_no_color
 from quantry.cli._welcome import TITLES, welcome
 
 app = typer.Typer(
@@ -58,6 +59,7 @@ for _name, _group in sorted(groups().items(), key=lambda item: (_ORDER.index(ite
 def main() -> NoReturn:
     """Runs the command line and exits with the code of its ending (see _ending.py)."""
     forgiving_output()
+    honour_no_color()
     with ended_by_signals(), ending():
         app()
     raise SystemExit(0)

@@ -15,6 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from quantry import registry
 from quantry.cli._ending import ending
+from quantry.cli._help import is_narrow, narrow_help
 
 
 def token_count(text: str) -> int:
@@ -82,7 +83,10 @@ class ListingCommand(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         for parameter in self.params:
             parameter.help = filled(parameter.help)  # type: ignore[attr-defined]
-        super().format_help(ctx, formatter)
+        if is_narrow(self, ctx):
+            typer.echo(narrow_help(self, ctx) + "\n")
+        else:
+            super().format_help(ctx, formatter)
         examples = registry.facts("quantry.cli", str(self.name)).get("EXAMPLES", ())
         typer.echo("".join(f"{line}\n" for line in ("Examples:", *(f"  {example}" for example in examples))))
 

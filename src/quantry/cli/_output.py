@@ -1,6 +1,6 @@
 """Results on standard output: JSON for programs, tables for people. Progress is shown on standard error."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from quantry.cli._next import tell_next
-from quantry.report.sizes import counted, duration
+from quantry.report.sizes import counted, duration, percent
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
     from rich.progress import ProgressColumn
-    from rich.table import Table
+    from rich.text import Text
 
+    from quantry.cli._table import Fitted
     from quantry.types import Artefact, Progress
 
 FIRST_LINE, LINES = 10.0, 30.0  # seconds until a line of progress, and between two
@@ -38,42 +39,68 @@ def print_json(data: Any) -> None:
 
 
 def show(items: "Iterable[RenderableType]") -> None:
-    """Prints tables and lines; in a file or a pipe a table may be wider than a terminal."""
+    """Prints tables and lines. Lines wrap between words in a terminal, and nowhere in a file or a pipe."""
+    from rich.text import Text
+
+    from quantry.cli._table import wrapped
+
+    shown = console()
+    for item in items:
+        if isinstance(item, (str, Text)):
+            text = Text(item) if isinstance(item, str) else item
+            lines = wrapped(text, shown.width) if shown.is_terminal and not text.no_wrap else [text]
+            for line in lines:
+                shown.print(line, soft_wrap=True)
+        else:
+            shown.print(item, crop=False)
+
+
+def console(*, stderr: bool = False) -> "Console":
+    """Returns the console of all output: no escape codes with NO_COLOR, in a dumb terminal, a file or a pipe."""
+    from shutil import get_terminal_size
+
     from rich.console import Console
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=max(WIDE, console.width))
-    for item in items:
-        console.print(item)
+    size = get_terminal_size()
+    made = Console(highlight=False, stderr=stderr, width=size.columns, height=size.lines)
+    if made.no_color or made.is_dumb_terminal or not made.is_terminal:
+        wide = size.columns if made.is_terminal else max(WIDE, size.columns)
+        made = Console(highlight=False, stderr=stderr, width=wide, height=size.lines, color_system=None)
+    return made
+
+
+def to_copy(words: str, label: str = "", style: str = "bold") -> "Text":
+    """Returns a command as one line that is never broken, behind its label."""
+    from rich.text import Text
+
+    return Text.assemble((label, "dim"), (words, style), no_wrap=True, overflow="ignore")
 
 
 def table(
     headings: Iterable[str],
     right: Collection[str] = (),
     *,
-    padding: tuple[int, int] | tuple[int, int, int, int] = (0, 1),
+    drop: Sequence[str] = (),
+    prose: Collection[str] = (),
     title: str | None = None,
-    **column: Any,
-) -> "Table":
-    """Returns an empty table without lines; the headings in `right` are of columns with figures."""
-    from rich.table import Table
+    stacked: bool = False,
+) -> "Fitted":
+    """Returns an empty table without lines; the headings in `right` are of columns with figures.
 
-    empty = Table(box=None, padding=padding, header_style="dim", title=title, title_justify="left")
-    for heading in headings:
-        empty.add_column(heading, justify="right" if heading in right else "left", **column)
-    return empty
+    In a narrow terminal it loses the columns of `drop`, the first first; cells of `prose` wrap between words.
+    """
+    from quantry.cli._table import Fitted
+
+    return Fitted(tuple(headings), right, drop, prose, title, stacked=stacked)
 
 
-def facts(rows: "Iterable[tuple[str, RenderableType]]") -> "Table":
+def facts(rows: "Iterable[tuple[str, str | Text]]") -> "Fitted":
     """Returns a table of names and values, without headings."""
-    from rich.table import Table
+    from quantry.cli._table import Fitted
 
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim")
-    grid.add_column()
-    for name, value in rows:
-        grid.add_row(name, value)
+    grid = Fitted(("name", "value"), prose=("value",), header=False)
+    for row in rows:
+        grid.add_row(*row)
     return grid
 
 
@@ -155,20 +182,19 @@ def steps(quiet: bool = False, title: str = "") -> "AbstractContextManager[Progr
 
 @contextmanager
 def _shown(quiet: bool, title: str, *columns: "ProgressColumn") -> "Iterator[Progress | None]":
-    from rich.console import Console
     from rich.progress import Progress as Bar
     from rich.progress import TextColumn
 
-    console = Console(stderr=True)
     if quiet:
         yield None
         return
     if title:
         typer.echo(title, err=True)
-    if not console.is_terminal:
+    terminal = console(stderr=True)
+    if not terminal.is_terminal or terminal.is_dumb_terminal:
         yield _Lines().tell
         return
-    with Bar(*columns, TextColumn("{task.description}"), console=console, transient=True) as shown:
+    with Bar(*columns, TextColumn("{task.description}"), console=terminal, transient=True) as shown:
         task = shown.add_task("")
         yield lambda done, total, label: shown.update(task, completed=done, total=total, description=label)
 
@@ -188,5 +214,5 @@ class _Lines:
         self._told, self._pause = now, LINES
         spent = now - self._began
         left = f", about {duration(spent * (total - done) / done)} left" if 0 < done <= total else ""
-        share = f"{done / total:.0%} done" if total else "at work"
+        share = f"{percent(done / total)} done" if total else "at work"
         typer.echo(f"{share} after {duration(spent)}{left}: {label}", err=True)

@@ -8,11 +8,13 @@ import typer
 from quantry.cli._flags import AnswerTokens, Chat, Dataset, GuidellmPython, Json, PromptTokens, Tokenizer
 from quantry.cli._output import print_result, steps, table
 from quantry.engines.contract.options import API_KEY
+from quantry.report.sizes import short
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from quantry.jobs.load.bench import Bench
+    from quantry.jobs.load.compare import Comparison
     from quantry.jobs.load.results import Level, Spread
 
 INTERRUPTED = 130
@@ -49,6 +51,9 @@ def command(
         str | None, typer.Option(envvar=API_KEY, help="Key of the server; better in the environment.")
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder for bench.json and bench.html.")] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="The folder or bench.json of another run, to compare with.")
+    ] = None,
     guidellm_python: GuidellmPython = None,
     timeout: Annotated[float, typer.Option(help="Seconds that one request may take.")] = 600.0,
     seed: Annotated[
@@ -65,7 +70,7 @@ def command(
             url, model=model, concurrency=_streams(concurrency), rate=_rates(rate), prompt_tokens=prompt_tokens,
             answer_tokens=answer_tokens, requests=requests, seconds=seconds,
             slo=parse_limits(slo or ()), shared_prefix=shared_prefix,
-            dataset=dataset, tokenizer=tokenizer, chat=chat, api_key=api_key, output=output,
+            dataset=dataset, tokenizer=tokenizer, chat=chat, api_key=api_key, output=output, against=against,
             guidellm_python=guidellm_python, timeout=timeout, seed=seed, progress=progress,
         )  # fmt: skip
     print_result(result, picture, json)
@@ -118,14 +123,29 @@ def picture(result: "Bench") -> list["RenderableType"]:
         limits = " that keeps the limits" if result.slo else ""
         lines.append(Text(f"fastest level{limits}: {result.best}"))
     lines += [Text(note, "dim") for note in result.notes]
+    lines += _against(result.against) if result.against else []
     return [*lines, *([Text(f"wrote {result.path}: bench.json, bench.html")] if result.path else [])]
+
+
+def _against(other: "Comparison") -> list["RenderableType"]:
+    """Draws how many times the figures of the other run these are."""
+    from rich.text import Text
+
+    right = ("tok/s", "TTFT p50", "token p50")
+    ratios = table(("", *right), right)
+    for change in other.changes:
+        figures = (change.tokens_per_second, change.ttft_p50, change.tpot_p50)
+        ratios.add_row(change.level, *("" if figure is None else f"{figure:.2f}x" for figure in figures))
+    title = Text(f"against {other.model} of {other.date}", "bold")
+    rows = [ratios] if other.changes else [Text("no level has the same name", "dim")]
+    return [title, *rows, *(Text(words, "dim") for words in other.differences)]
 
 
 def _table(result: "Bench") -> "RenderableType":
     engine = any(level.engine for level in result.levels)
-    headings = ["answered", "errors", "req/s", "tok/s", "TTFT p50", "p95", "p99 ms", "token p50", "p95", "p99 ms"]
+    headings = ["answered", "errors", "req/s", "tok/s", "TTFT p50 ms", "p95", "p99", "token p50 ms", "p95", "p99"]
     right = (*headings, *(("prefix", "accept", "KV") if engine else ()))
-    levels = table(("", *right), right, padding=(0, 1, 0, 0), no_wrap=True)
+    levels = table(("", *right), right, drop=("KV", "accept", "prefix", "p99", "answered", "p95", "req/s"))
     for level in result.levels:
         levels.add_row(level.name, *_cells(level), *(_engine(level) if engine else ()))
     return levels
@@ -143,7 +163,7 @@ def _cells(level: "Level") -> list[str]:
 
 
 def _times(spread: "Spread | None") -> list[str]:
-    return [""] * 3 if spread is None else [f"{value:.4g}" for value in (spread.p50, spread.p95, spread.p99)]
+    return [""] * 3 if spread is None else [short(value) for value in (spread.p50, spread.p95, spread.p99)]
 
 
 def _engine(level: "Level") -> list[str]:

@@ -56,7 +56,9 @@ def picture(cache: "Cache") -> list["RenderableType"]:
     from quantry.report.sizes import human
     from quantry.storage.cache import KINDS
 
-    rows = table(("", "entries", "size", "last used", "oldest", "what it is"), ("entries", "size"), padding=(0, 2))
+    right = ("entries", "size")
+    headings = ("", *right, "last used", "oldest", "what it is")
+    rows = table(headings, right, drop=("oldest", "last used"), prose=("what it is",))
     for kind, facts in KINDS.items():
         entries = [entry for entry in cache.entries if entry.kind == kind]
         if entries:

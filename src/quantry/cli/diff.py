@@ -57,13 +57,13 @@ def picture(difference: "Difference") -> list["RenderableType"]:
     for row in difference.tensors:
         tensors.add_row(row["name"], f"{row['error']:.4f}")
     same = "all weights are the same"
-    return [_sides(difference), "", speech, "", tensors if difference.tensors else same, *difference.notes]
+    models = (f"A: {difference.a['source']}", f"B: {difference.b['source']}")
+    return [*models, "", _sides(difference), "", speech, "", tensors if difference.tensors else same, *difference.notes]
 
 
 def _sides(difference: "Difference") -> "RenderableType":
     a, b = difference.a, difference.b
-    sides = table(("", "A", "B"), overflow="fold")
-    sides.add_row("model", a["source"], b["source"])
+    sides = table(("", "A", "B"))
     sides.add_row("stored as", a["stored"], b["stored"])
     sides.add_row("size", human(a["bytes"]), human(b["bytes"]))
     sides.add_row("bits a weight", f"{a['bits_per_weight']:.2f}", f"{b['bits_per_weight']:.2f}")

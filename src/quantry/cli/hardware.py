@@ -37,7 +37,7 @@ def picture(machine: "Hardware") -> list["RenderableType"]:
 
     rows = [_row(device, count) for device, count in machine.groups()]
     headings = [heading for heading in rows[0] if any(row[heading] for row in rows)]
-    devices = table(headings, headings[1:])
+    devices = table(headings, headings[1:], drop=("USD/h", "to its peers", "free", "usable"))
     for row in rows:
         devices.add_row(*(Text(row[heading] or "-") for heading in headings))
     known = [(name, Text(value)) for name, value in _facts(machine)]

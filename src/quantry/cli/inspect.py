@@ -6,10 +6,11 @@ import typer
 
 from quantry.cli import _flags as flags
 from quantry.cli._output import facts, print_result, table
-from quantry.report.sizes import human
+from quantry.report.sizes import human, percent
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.text import Text
 
     from quantry.types import Anatomy, KVLayers, Part
 
@@ -34,19 +35,24 @@ def command(model: Model, json: flags.Json = False) -> None:
 
 def picture(anatomy: "Anatomy") -> list["RenderableType"]:
     """Draws the facts of a model and a table of its parts, the largest first."""
+    from rich.text import Text
+
     figures = ("tensors", "parameters", "bytes")
-    parts = table(("part", *figures), figures)
-    parts.add_column("share", min_width=BAR, no_wrap=True)
-    parts.add_column("stored as")
+    parts = table(
+        ("part", *figures, "share", "stored as"), figures, drop=("share", "tensors", "parameters"), prose=("stored as",)
+    )
     largest = max((part.bytes for part in anatomy.parts), default=1) or 1
     for part in sorted(anatomy.parts, key=lambda part: -part.bytes):
         bar = "█" * round(BAR * part.bytes / largest) or "▏"
         size = human(part.bytes)
         parts.add_row(part.name, f"{part.tensors:,}", f"{part.parameters:,}", size, bar, _dtypes(part))
-    return [f"[bold]{anatomy.source}[/bold]", facts(_facts(anatomy)), "", parts]
+    return [Text(anatomy.source, "bold"), facts(_facts(anatomy)), "", parts]
 
 
-def _facts(anatomy: "Anatomy") -> list[tuple[str, str]]:
+def _facts(anatomy: "Anatomy") -> "list[tuple[str, str | Text]]":
+    from rich.text import Text
+
+    missing = Text("missing", "yellow")
     quantized = anatomy.quantization
     group = f", groups of {quantized.group_size}" if quantized and quantized.group_size else ""
     return [
@@ -59,8 +65,8 @@ def _facts(anatomy: "Anatomy") -> list[tuple[str, str]]:
         ("context", f"{anatomy.context_length:,} tokens" if anatomy.context_length else "not stated"),
         ("KV cache", f"{anatomy.kv_bytes_per_token:,} bytes a token in 16 bit"),
         *(("", _kv_line(layers)) for layers in anatomy.kv_layers),
-        ("tokenizer", anatomy.tokenizer or "[yellow]missing[/yellow]"),
-        ("chat template", "present" if anatomy.chat_template else "[yellow]missing[/yellow]"),
+        ("tokenizer", anatomy.tokenizer or missing),
+        ("chat template", "present" if anatomy.chat_template else missing),
     ]
 
 
@@ -78,4 +84,4 @@ def _dtypes(part: "Part") -> str:
     if len(part.dtypes) == 1:
         return next(iter(part.dtypes))
     by_size = sorted(part.dtypes.items(), key=lambda item: -item[1])
-    return ", ".join(f"{dtype} {nbytes / part.bytes:.0%}" for dtype, nbytes in by_size)
+    return ", ".join(f"{dtype} {percent(nbytes / part.bytes)}" for dtype, nbytes in by_size)

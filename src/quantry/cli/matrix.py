@@ -17,6 +17,7 @@ EXAMPLES = (
     "quantry matrix memory",
     "quantry matrix engines",
 )
+PROSE = 20  # letters of a cell from which on it is a sentence that may wrap
 Name = Annotated[str, typer.Argument(help="{matrices}.")]
 
 
@@ -36,7 +37,10 @@ def picture(matrix: "Matrix") -> list["RenderableType"]:
     """Draws a table, and below it the reasons where it differs from common advice."""
     from rich.text import Text
 
-    table = output.table(("", *matrix.columns), title=matrix.title)
+    columns = zip(*matrix.rows.values(), strict=True)
+    longest = [max(len(cell.ours) for cell in column) for column in columns]
+    prose = [name for name, letters in zip(matrix.columns, longest, strict=True) if letters > PROSE]
+    table = output.table(("", *matrix.columns), prose=prose, title=matrix.title, stacked=True)
     reasons: dict[str, list[str]] = {}
     for label, cells in matrix.rows.items():
         table.add_row(label, *(Text(f"{cell.ours} *" if cell.why else cell.ours) for cell in cells))

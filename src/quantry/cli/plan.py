@@ -6,15 +6,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantry.cli import _flags as flags
-from quantry.cli._output import show, table
-from quantry.report.sizes import human
+from quantry.cli._output import show, table, to_copy
+from quantry.report.sizes import human, percent
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from rich.console import RenderableType
     from rich.text import Text
 
+    from quantry.planning.alternatives import Near
     from quantry.planning.option import Option
     from quantry.planning.plan import Plan
+    from quantry.planning.suggest import Suggestion
 
 GROUP = "choose"
 EXAMPLES = (
@@ -23,9 +27,9 @@ EXAMPLES = (
     'quantry plan llama-3.1-70b --gpu "2x RTX 3090" --concurrency 8 -o plan.json',
 )
 BAR = 40  # characters of a full bar
+SMALLER = "a smaller model"
 SHOWN = 6  # options in the table
 REFUSED = 3  # refusals that are shown
-WIDTH = 76  # letters of a line of a command
 PARTS = (("weights", "cyan"), ("kv_cache", "green"), ("activations", "yellow"), ("overhead", "magenta"))
 
 
@@ -121,14 +125,20 @@ def _suggest(model: str | None, gpu: str | None, use: str | None, as_json: bool)
     if as_json:
         typer.echo(dumps({"schema": 1, "suggestions": [asdict(row) for row in rows]}, indent=2))
         return
+    show(suggestions(rows) if rows else ["Nothing well-known runs well here."])
+
+
+def suggestions(rows: "Iterable[Suggestion]") -> list["RenderableType"]:
+    """Draws a table of models that run well."""
     right = ("billion", "memory", "tok/s", "first token")
-    lines = table(("model", "preset", "engine", "quality", *right), right, no_wrap=True)
+    drop = ("first token", "billion", "quality", "engine")
+    lines = table(("model", "preset", "engine", "quality", *right), right, drop=drop)
     for row in rows:
         lines.add_row(
             row.model, row.preset, row.engine, row.quality, f"{row.parameters:,.1f}", human(row.per_device),
             f"{row.tokens_per_s:,.0f}", f"{row.first_token_s:.2g} s",
         )  # fmt: skip
-    show([lines] if rows else ["Nothing well-known runs well here."])
+    return [lines]
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
@@ -200,10 +210,10 @@ def _title(option: "Option") -> "Text":
 
 def _speed(option: "Option") -> str:
     speed = option.speed
-    measured = "" if speed["measured"] else f" (±{speed['spread']:.0%})"
+    measured = "" if speed["measured"] else f" (±{percent(speed['spread'])})"
     user, whole = speed["decode_tokens_per_s_per_user"], speed["decode_tokens_per_s"]
     in_all = f" for each user, {whole:,.0f} in all" if option.layout["concurrency"] > 1 else ""
-    return f"{user:,.0f} tokens/s{in_all}{measured}, first token after {speed['first_token_s']:.2g} s"
+    return f"{user:,.0f} tok/s{in_all}{measured}, first token after {speed['first_token_s']:.2g} s"
 
 
 def _cost(option: "Option") -> str:
@@ -226,8 +236,18 @@ def _bar(option: "Option") -> list["Text"]:
         line.append("█" * max(round(BAR * memory[name] / whole), 1 if memory[name] else 0), style)
         words.append(f"{name.replace('_', ' ')} {human(memory[name])}  ", style)
     line.append("░" * max(0, BAR + 2 - len(line)), "dim")
-    line.append(f" {human(memory['per_device'])} of {human(memory['limit'])} on each device")
+    line.append(f" {human(memory['per_device'])} of {human(memory['limit'])}{_each(option.layout['devices'])}")
     return [line, words]
+
+
+def _each(devices: int) -> str:
+    return " on each device" if devices > 1 else ""
+
+
+def _machines(plan: "Plan", near: "Near") -> int:
+    """Returns the devices of a change: "2 x RTX 3090" has two, and a smaller model those that were asked for."""
+    count, times, _ = near.change.partition(" x ")
+    return int(count) if times and count.isdigit() else int(plan.hardware["count"]) if near.what == SMALLER else 1
 
 
 def _load(option: "Option") -> list["Text"]:
@@ -256,40 +276,21 @@ def _speculation(option: "Option") -> list["Text"]:
     lines = ["", "guessing ahead (answers stay the same; --json has the commands; quantry tune measures them):"]
     for way in option.speculation:
         name = f"{way['method']} with {way['model']}" if way["model"] else way["method"]
-        gain = f"{way['times']:.1f} times the tokens/s if {way['right']:.0%} of the guesses are right"
+        gain = f"{way['times']:.1f} times the tok/s if {percent(way['right'])} of the guesses are right"
         lines.append(f"  {name}: {gain}; {way['only']}")
     return [Text(line) for line in lines]
 
 
 def _commands(option: "Option") -> list["Text"]:
-    from rich.text import Text
+    from shlex import join
 
-    return [Text(line, "bold") for words in option.commands.values() for line in _shell_lines(words)]
-
-
-def _shell_lines(words: list[str]) -> list[str]:
-    """Returns a command as lines that a shell takes as one: flags stay with their values."""
-    from shlex import quote
-
-    lines = ["$"]
-    pieces: list[str] = []
-    for word in map(quote, words):
-        if pieces and not word.startswith("-") and pieces[-1].startswith("--") and " " not in pieces[-1]:
-            pieces[-1] += f" {word}"
-        else:
-            pieces.append(word)
-    for piece in pieces:
-        if len(lines[-1]) + len(piece) > WIDTH and lines[-1].strip("$ "):
-            lines[-1] += " \\"
-            lines.append(f"   {piece}")
-        else:
-            lines[-1] += f" {piece}"
-    return lines
+    return [to_copy(join(words)) for words in option.commands.values()]
 
 
 def _table(options: "tuple[Option, ...]") -> "RenderableType":
     right = ("devices", "at once", "memory", "tok/s each")
-    rows = table(("preset", "engine", "KV", "quality", *right), right, no_wrap=True)  # as many as 80 letters hold
+    drop = ("devices", "KV", "at once", "quality")
+    rows = table(("preset", "engine", "KV", "quality", *right), right, drop=drop)
     for option in options:
         rows.add_row(
             option.preset, option.engine, option.kv_cache_type, option.quality, _devices(option),
@@ -311,7 +312,7 @@ def _nothing(plan: "Plan") -> list["RenderableType"]:
 
     lines: list[RenderableType] = [Text("Nothing fits.", "bold red")]
     for near in plan.nearest:
-        option = f"{near.preset} in {near.engine} ({human(near.per_device)} on each device)"
+        option = f"{near.preset} in {near.engine} ({human(near.per_device)}{_each(_machines(plan, near))})"
         lines.append(Text(f"  {near.what}: {near.change}, {option}", "green"))
     rows = sorted(plan.refused, key=lambda row: row["short"] or float("inf"))
     reasons = (f"  {row['engine']}, {', '.join(row['presets'])}: {row['why']}; {row['fix']}" for row in rows[:SHOWN])

@@ -19,7 +19,10 @@ def command(json: flags.Json = False) -> None:
     if json:
         print_json([asdict(preset) for preset in presets().values()])
         return
-    rows = table(("preset", "bits", "formats (first is the default)", "what it is"), padding=(0, 2))
+    formats = "formats (first is the default)"
+    rows = table(
+        ("preset", "bits", formats, "what it is"), ("bits",), drop=(formats, "bits"), prose=(formats, "what it is")
+    )
     for preset in presets().values():
         rows.add_row(preset.name, str(preset.scheme.weight.bits), ", ".join(preset.formats), preset.about)
     show([rows])

@@ -8,8 +8,8 @@ import typer
 
 from quantry.cli import _flags as flags
 from quantry.cli._first import check_engine, check_given, check_use
-from quantry.cli._output import bar, print_json, steps
-from quantry.report.sizes import human
+from quantry.cli._output import bar, print_json, show, steps, to_copy
+from quantry.report.sizes import human, percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -123,11 +123,7 @@ def _report(done: "Run", json: bool) -> None:
     if json:
         print_json(done.to_dict())
     else:
-        from rich.console import Console
-
-        console = Console(highlight=False, soft_wrap=True)
-        for item in picture(done):
-            console.print(item)
+        show(picture(done))
     sys.stdout.flush()
 
 
@@ -138,7 +134,7 @@ def picture(done: "Run") -> list["RenderableType"]:
     rows = [Text.assemble((f"{name:<12} ", "dim"), words) for name, words in _rows(done).items()]
     wrong = [Text(f"✗ {words}", "red") for words in (done.proof or {}).get("wrong", ())]
     notes = [Text(note, "dim") for note in done.notes]
-    commands = [Text.assemble((f"{name}: ", "dim"), f"$ {words}") for name, words in done.commands.items()]
+    commands = [to_copy(words, f"{name}: ", "") for name, words in done.commands.items()]
     last = f"serving at {done.url}/v1; Ctrl-C ends it" if done.url else "done"
     if done.proof and not done.passed:
         last = f"the gate {done.proof['gate']} failed, so the model is not served"
@@ -158,13 +154,13 @@ def _rows(done: "Run") -> dict[str, str]:
     proof, speed = done.proof, done.speed
     rows = {
         "model": f"{done.model} as {done.preset} ({done.format}) in {done.engine}",
-        "size": f"{done.source_bytes:,} -> {done.bytes:,} bytes ({done.bytes / done.source_bytes:.0%}), "
+        "size": f"{done.source_bytes:,} -> {done.bytes:,} bytes ({percent(done.bytes / done.source_bytes)}), "
         f"{done.bits_per_weight:.2f} bits a weight",
         "lost": _lost(proof) if proof else "not measured",
     }
     if speed["tokens_per_s"]:
         planned = speed["predicted_tokens_per_s"]
-        rows["speed"] = f"{speed['tokens_per_s']:,.4g} tokens/s{f' (predicted {planned:,.0f})' if planned else ''}, "
+        rows["speed"] = f"{speed['tokens_per_s']:,.4g} tok/s{f' (predicted {planned:,.0f})' if planned else ''}, "
         rows["speed"] += f"first token after {speed['first_token_s']:.2g} s"
     predicted, measured = done.memory["predicted"], done.memory["measured"]
     if names := [name for name in predicted if name in measured]:

@@ -66,7 +66,9 @@ def picture(losses: "Sensitivity") -> list["RenderableType"]:
 
 
 def _table(losses: "Sensitivity") -> "RenderableType":
-    rows = table(("layer", "as", "KL", "", "error", "outliers"), ("KL", "error", "outliers"), no_wrap=True)
+    rows = table(
+        ("layer", "as", "KL", "", "error", "outliers"), ("KL", "error", "outliers"), drop=("", "outliers", "error")
+    )
     ranked = losses.ranked()
     largest = max((losses.compared(layer).damage for layer in ranked), default=0.0)
     for layer in ranked[:SHOWN]:
@@ -84,7 +86,7 @@ def _blocks(losses: "Sensitivity") -> list["RenderableType"]:
     for layer in losses.layers:
         if layer.block is not None:
             sums[layer.block] = sums.get(layer.block, 0.0) + losses.compared(layer).damage
-    rows = table(("block", "KL", ""), ("block", "KL"), no_wrap=True)
+    rows = table(("block", "KL", ""), ("block", "KL"))
     largest = max(sums.values(), default=0.0)
     for block, damage in sorted(sums.items()):
         rows.add_row(str(block), f"{damage:.2e}", _bar(damage, largest))

@@ -9,7 +9,7 @@ import typer
 
 from quantry.cli._flags import Json
 from quantry.cli._options import takes
-from quantry.cli._output import print_json, table
+from quantry.cli._output import print_json, show, table
 from quantry.engines.contract.options import API_KEY, Options
 
 if TYPE_CHECKING:
@@ -119,17 +119,17 @@ def _shown(prepared: "ServerPlan") -> str:
 
 def _explain(prepared: "ServerPlan") -> None:
     """Prints every flag with its reason, then the forms that older texts give."""
-    from rich.console import Console
+    from rich.text import Text
 
     serving = prepared.serving
-    console = Console(highlight=False)
-    console.print(f"{serving.engine} {serving.version} on {serving.platform} for {prepared.model.format}", style="bold")
-    flags = table(("flag", "why"), overflow="fold")
+    head = Text(f"{serving.engine} {serving.version} on {serving.platform} for {prepared.model.format}", "bold")
+    flags = table(("flag", "why"), prose=("why",))
     for flag, why in prepared.reasons:
         flags.add_row(flag, why)
-    console.print(flags)
+    show([head, flags])
     if prepared.outdated:
-        older = table(("written there", "written now", "because"), title="what older texts say", overflow="fold")
+        headings = ("written there", "written now", "because")
+        older = table(headings, title="what older texts say", drop=("because",), prose=headings)
         for row in prepared.outdated:
             older.add_row(row.old, row.new, f"{row.reason}{f' (since {row.since})' if row.since else ''}")
-        console.print(older)
+        show([older])

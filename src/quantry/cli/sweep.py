@@ -8,7 +8,7 @@ import typer
 from quantry.cli import _flags as flags
 from quantry.cli._first import check_gate, check_given, check_models, check_presets, check_scoring_engine
 from quantry.cli._next import tell_next
-from quantry.cli._output import print_result, steps
+from quantry.cli._output import print_result, steps, table
 from quantry.report.sizes import counted
 
 if TYPE_CHECKING:
@@ -101,16 +101,13 @@ def picture(done: "Sweep") -> list["RenderableType"]:
 
 
 def _table(rows: "tuple[Outcome, ...]") -> "RenderableType":
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("")
-    table.add_column("", overflow="fold", min_width=16)
-    for heading in ("MiB", "bits", "KL", "95 % interval", "served", "same 1st", "perplexity", "gate"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    figures = ("MiB", "bits", "KL", "95 % interval", "served", "same 1st", "perplexity", "gate")
+    drop = ("95 % interval", "perplexity", "bits", "served", "same 1st", "gate")
+    drawn = table(("", *figures), figures, drop=drop)
     for row in rows:
-        table.add_row("●" if row.frontier else "", f"{row.name} (peer)" if row.peer else row.name, *_cells(row))
-    return table
+        name = f"{row.name} (peer)" if row.peer else row.name
+        drawn.add_row(f"{'●' if row.frontier else ' '} {name}", *_cells(row))
+    return drawn
 
 
 def _cells(row: "Outcome") -> list[str]:

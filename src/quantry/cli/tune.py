@@ -7,9 +7,9 @@ import typer
 
 from quantry.cli._flags import AnswerTokens, Chat, Dataset, GuidellmPython, Json, PromptTokens, Tokenizer
 from quantry.cli._options import takes
-from quantry.cli._output import print_result, steps
+from quantry.cli._output import print_result, steps, table
 from quantry.engines.contract.options import Options
-from quantry.report.sizes import counted
+from quantry.report.sizes import counted, percent, short
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -106,19 +106,14 @@ def picture(tuned: "Tuned") -> list["RenderableType"]:
 
 
 def _table(tuned: "Tuned") -> "RenderableType":
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    for heading in ("", "setting"):
-        table.add_column(heading, no_wrap=True)
-    times = ("TTFT p50", "p95 ms", "token p50", "p95 ms")
-    for heading in ("tok/s", "gain", *times, "errors", "prefix", "accept", "KV MiB"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("")
+    times = ("TTFT p50 ms", "p95", "token p50 ms", "p95")
+    right = ("tok/s", "gain", *times, "errors", "prefix", "accept", "KV MiB")
+    drop = ("KV MiB", "accept", "prefix", "p95", "errors", "token p50 ms", "TTFT p50 ms")
+    drawn = table(("", "setting", *right, ""), right, drop=drop)
     default, *others = tuned.trials
     for trial in (default, tuned.again, *others):
-        table.add_row(*_row(trial, chosen=trial.name == tuned.chosen))
-    return table
+        drawn.add_row(*_row(trial, chosen=trial.name == tuned.chosen))
+    return drawn
 
 
 def _row(trial: "Trial", *, chosen: bool) -> list[str]:
@@ -127,13 +122,13 @@ def _row(trial: "Trial", *, chosen: bool) -> list[str]:
         return [mark, trial.name, *[""] * 10, "not measured"]
     level = trial.level
     times = [
-        "" if spread is None else f"{getattr(spread, name):.4g}"
+        "" if spread is None else short(getattr(spread, name))
         for spread in (level.ttft, level.tpot)
         for name in ("p50", "p95")
     ]
-    gain = "" if trial.gain is None or not trial.changes else f"{trial.gain:+.0%}"
+    gain = "" if trial.gain is None or not trial.changes else percent(trial.gain, "+")
     rates = [trial.engine("prefix_hit_rate"), trial.engine("acceptance_rate")]
     size = "" if trial.kv_cache_bytes is None else f"{trial.kv_cache_bytes / 2**20:.1f}"
-    shown = ["" if rate is None else f"{rate:.0%}" for rate in rates]
+    shown = ["" if rate is None else percent(rate) for rate in rates]
     verdict = "" if not trial.objection else "not chosen" if trial.keeps_limits else "breaks the limits"
     return [mark, trial.name, f"{trial.speed:.1f}", gain, *times, str(level.errors), *shown, size, verdict]

@@ -10,7 +10,7 @@ from quantry.cli._first import check_gate, check_given, check_present, check_sco
 from quantry.cli._next import tell_next
 from quantry.cli._output import check_files, print_result, steps, table, write_file
 from quantry.report.ci import differing
-from quantry.report.sizes import counted
+from quantry.report.sizes import counted, percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -134,7 +134,7 @@ def picture(proof: "Proof") -> list["RenderableType"]:
     from rich.text import Text
 
     right = ["decoded", "95 % interval", *([f"in {proof.served['engine']}"] if proof.served else [])]
-    figures = table(("", *right), right, no_wrap=True)
+    figures = table(("", *right), right, drop=("95 % interval",))
     for name, words in ROWS.items():
         figures.add_row(words, *_cells(proof, name))
     measured = (
@@ -178,14 +178,13 @@ def _answers(proof: "Proof") -> list[str]:
     lines = []
     if proof.prompts:
         asked = counted(proof.prompts["prompts"], "prompt")
-        lines.append(f" {proof.prompts['agreement']['value']:.0%} of {asked} answered alike")
+        lines.append(f" {percent(proof.prompts['agreement']['value'])} of {asked} answered alike")
         lines += [f"   {line}" for line in differing(proof.prompts)]
         lines += [f" {warning}" for warning in proof.prompts["warnings"]]
         if proof.prompts["correct"]:
             right = proof.prompts["correct"]
-            lines.append(
-                f" right answers: {right['quantized']:.0%}, {right['base']:.0%} in 16 bit (p = {right['p']:.2g})"
-            )
+            ours, theirs = percent(right["quantized"]), percent(right["base"])
+            lines.append(f" right answers: {ours}, {theirs} in 16 bit (p = {right['p']:.2g})")
         if proof.prompts.get("judge"):
             judge = proof.prompts["judge"]
             lines.append(

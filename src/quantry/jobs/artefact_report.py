@@ -26,10 +26,11 @@ from quantry.models.attention import context_length
 from quantry.models.reader import open_checkpoint
 from quantry.planning.deployment import Deployment
 from quantry.planning.memory.footprint import footprint
+from quantry.quantizing.artefact_file import AGAIN
 from quantry.quantizing.recipe import presets
 from quantry.report import Content, FileRow, Memory, picture, render
 from quantry.report.sizes import human
-from quantry.storage import SENSITIVITY_FILE, write_together
+from quantry.storage import ARTEFACT_FILE, SENSITIVITY_FILE, write_together
 from quantry.types import Checkpoint, Workload
 
 PAGE, PICTURE = "report.html", "report.png"
@@ -132,7 +133,10 @@ def _served(proof: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _engine(card: ArtefactCard) -> str:
     """Returns the engine that the artefact was verified in, or the usual one of its format."""
-    label = str(_served(card.proof).get("engine") or usual(card.text("format"))[0])
+    engines = usual(stored := card.text("format"))
+    if not engines:
+        raise QuantryError(f"{ARTEFACT_FILE} has the format {stored[:40]!r}, which no engine loads", fix=AGAIN)
+    label = str(_served(card.proof).get("engine") or engines[0])
     return next((name for name, facts in verifying().items() if facts.label == label), label)
 
 

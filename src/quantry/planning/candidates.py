@@ -324,5 +324,6 @@ def _too_large(request: Request, candidate: Candidate) -> Refused:
         needed, limit, owner = host_memory(candidate.footprint), _host_room(request), "host"
     alone = candidate.deployment.tensor_parallel * limit < candidate.footprint.weights
     fix = "use fewer bits, more or larger devices" if alone else "use a shorter --context or a lower --concurrency"
-    why = f"needs {human(needed)} on each device, and {owner} has {human(limit)} to fill"
+    each = " on each device" if request.hardware.count > 1 else ""
+    why = f"needs {human(needed)}{each}, and {owner} has {human(limit)} to fill"
     return Refused(candidate.preset.name, candidate.engine, why, fix, needed - limit)

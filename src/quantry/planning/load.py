@@ -92,9 +92,7 @@ def _concurrency(use: Use, asked: LoadOptions, answer: int) -> tuple[int, tuple[
     pace = asked.tpot or READING_PACE
     under_way = max(1, ceil(asked.requests_per_second * answer * pace))
     planned = min(under_way, MOST_PLANNED)
-    note = (
-        f"{asked.requests_per_second:g} requests a second keep {under_way:,} under way at {1 / pace:.3g} tokens/s each"
-    )
+    note = f"{asked.requests_per_second:g} requests a second keep {under_way:,} under way at {1 / pace:.3g} tok/s each"
     return planned, (note + (f"; one machine is planned for {planned}" if planned < under_way else ""),)
 
 

@@ -244,7 +244,7 @@ def _throughput(engine: str) -> str:
         return "not known"
     predicted = options[0].speed
     spread = "" if predicted["measured"] else f" ± {predicted['spread']:.0%}"
-    return f"{predicted['decode_tokens_per_s']:,.0f} tokens/s{spread} ({options[0].preset})"
+    return f"{predicted['decode_tokens_per_s']:,.0f} tok/s{spread} ({options[0].preset})"
 
 
 def _stacks() -> Matrix:

@@ -20,7 +20,7 @@ from quantry.planning.speculation import speculations, with_speculation
 from quantry.planning.speed.throughput import Prediction, break_even, tokens_per_dollar
 from quantry.quantizing.containers import gguf_file
 from quantry.quantizing.tensor_plan import shards
-from quantry.report.sizes import human
+from quantry.report.sizes import human, percent
 
 NEARLY_FULL = 0.95
 EXPERTS, EXPERT_DEVICES, BUSY = 64, 8, 64  # experts of a layer, devices and sequences from which experts are shared out
@@ -245,11 +245,12 @@ def _instead(ranked: Ranked, others: Sequence[Ranked]) -> list[str]:
 
 def _facts_of(candidate: Candidate) -> list[str]:
     needed, limit = candidate.footprint.per_device, candidate.limit
+    each = " on each device" if candidate.devices > 1 else ""
     as_is = f"serves the checkpoint as it is, with {candidate.verdict.kernel}"
     facts = [
         f"{candidate.engine} {candidate.deployment.version}: "
         f"{as_is if candidate.deployment.as_is else candidate.verdict.reason}",
-        f"{human(needed)} of {human(limit)} on each device ({needed / limit:.0%})",
+        f"{human(needed)} of {human(limit)}{each} ({percent(needed / limit)})",
     ]
     if is_sixteen_bit(candidate):
         copied = "the model is 16 bit, and served as it is published"

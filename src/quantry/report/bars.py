@@ -9,7 +9,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from quantry.report.content import Content, FileRow, plain
 from quantry.report.drawing import SMALL, WIDE, Plot, figure_of, name_width, round_numbers, shortened, spare
 from quantry.report.ink import light
-from quantry.report.sizes import counted
+from quantry.report.sizes import counted, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,20 +59,16 @@ def _bars(axes: "Axes", rows: Sequence[FileRow], name: str, reference: float | N
         tip = _whisker(axes, at, value, getattr(row, f"{name}_interval"), base)
         side = -1 if tip < base or (tip == base and name == "top1") else 1
         style: dict[str, Any] = {"ha": "left" if side > 0 else "right", "va": "center", "fontsize": SMALL}
-        words = f"{value:.1%}" if name == "top1" else _short(value)
+        words = f"{value:.1%}" if name == "top1" else short(value)
         axes.annotate(words, (tip, at), (4 * side, 0), textcoords="offset points", **style)
     axes.axvline(base, color=light("muted"), lw=1, zorder=3)
     digits = 0 if span > 0.05 else 1
-    style_of = {"perplexity": lambda value, _: _short(value), "top1": lambda value, _: f"{value:.{digits}%}"}
+    style_of = {"perplexity": lambda value, _: short(value), "top1": lambda value, _: f"{value:.{digits}%}"}
     axes.xaxis.set_major_formatter(FuncFormatter(style_of[name]))
     title = (
         "same first token" if name == "top1" else "perplexity" + (f" (16 bit: {reference:.4g})" if reference else "")
     )
     axes.set_title(title, fontsize=11, loc="left", color=light("ink"), pad=6)
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _bar_axis(axes: "Axes", values: Sequence[float], bounds: Sequence[float], base: float, across: float) -> float:

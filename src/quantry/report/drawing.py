@@ -71,8 +71,13 @@ def one_line(text: str) -> str:
 
 
 def name_width(names: Iterable[str], width: int) -> float:
-    """Returns the room for names at the left of a plot: as wide as the longest, up to a third of the plot."""
-    return min(max(text_width(one_line(name), SMALL) for name in names) + 12, width * 0.34)
+    """Returns the room for names at the left of a plot: as wide as the longest, up to `name_room`."""
+    return min(max(text_width(one_line(name), SMALL) for name in names) + 12, name_room(width))
+
+
+def name_room(width: int) -> float:
+    """Returns the most that a name may take: some 55 letters, or 18 on a phone, where the tables have it whole."""
+    return width * (0.45 if width == WIDE else 0.34)
 
 
 def legend(figure: Figure, handles: Sequence[Any], columns: int, **style: Any) -> None:

@@ -67,9 +67,10 @@ def table(columns: Sequence[str], lines: Iterable[str], style: str = "", caption
     heads = "".join(f'<th scope="col">{escaped(name)}</th>' for name in columns)
     words = f"<caption>{escaped(caption)}</caption>" if caption else ""
     body = "\n".join(lines)
-    # a region that scrolls must be reachable by keyboard
+    kind = "scroll" if style else "scroll figures"
+    # a region that scrolls must be reachable by keyboard; one of figures is wider than the text if the window is
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escaped(caption or "table")}">'
+        f'<div class="{kind}" tabindex="0" role="region" aria-label="{escaped(caption or "table")}">'
         f'<table{f""" class="{style}" """ if style else ""}>{words}<thead><tr>{heads}</tr></thead>\n'
         f"<tbody>{body}</tbody></table></div>"
     )

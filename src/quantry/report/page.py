@@ -9,7 +9,7 @@ from quantry.report.drawing import NARROW, WIDE
 from quantry.report.ink import settings
 from quantry.report.markup import bullets, document, escaped, figure, nested, section, table
 from quantry.report.plots import OUTLIERS, plots
-from quantry.report.sizes import human
+from quantry.report.sizes import alike, human
 
 WORST = 12  # layers that are listed
 VERDICTS: Mapping[str | None, str] = {"pass": "passes", "fail": "fails"}
@@ -69,8 +69,9 @@ def _tiles(content: Content) -> str:
 
 
 def _sizes(content: Content, figures: Mapping[str, str]) -> str:
+    sizes = [row.bytes for row in content.rows]
     columns: dict[str, Callable[[FileRow], str]] = {
-        "size": lambda row: human(row.bytes),
+        "size": lambda row: alike(row.bytes, sizes),
         "bits a weight": lambda row: _number(row.bits_per_weight, ".3f"),
         "KL, decoded": lambda row: _spanned(row.kl, row.kl_interval, ".3g"),
         "KL, as served": lambda row: _spanned(row.served_kl, row.served_kl_interval, ".3g"),

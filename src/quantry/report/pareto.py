@@ -12,7 +12,18 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from quantry.report.content import Content, FileRow, frontier, plain
-from quantry.report.drawing import SMALL, WIDE, Plot, legend, one_axes, round_numbers, shortened, spare, text_width
+from quantry.report.drawing import (
+    SMALL,
+    WIDE,
+    Plot,
+    legend,
+    name_room,
+    one_axes,
+    round_numbers,
+    shortened,
+    spare,
+    text_width,
+)
 from quantry.report.ink import light
 from quantry.report.labels import Box, leader, nearest, place
 from quantry.report.sizes import counted, human, unit_of
@@ -21,6 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 RADIUS = 4.5  # of a mark
+NAME = 170  # pixels of a name on a phone
 
 
 def pareto(content: Content, width: int) -> Plot | None:
@@ -48,7 +60,7 @@ def pareto(content: Content, width: int) -> Plot | None:
     _whiskers(axes, rows, spots, bottom)
     for row in rows:
         _mark(axes, row, spots[id(row)], row is content.chosen)
-    left_out = _names(axes, rows, spots, best, content.chosen)
+    left_out = _names(axes, rows, spots, best, content.chosen, max(name_room(width), NAME))
     _legend(figure, width, rows, content, bool(ours))
     words, caption = _pareto_words(rows, best), _pareto_caption(rows, left_out, bottom)
     return Plot("pareto", "Size against KL divergence", words, figure, caption)
@@ -114,11 +126,12 @@ def _names(
     spots: Mapping[int, tuple[float, float]],
     best: Sequence[FileRow],
     chosen: FileRow | None,
+    most: float,
 ) -> int:
-    """Writes the names at their marks, the important ones first; returns how many found no room."""
+    """Writes the names at their marks, at most `most` pixels, important ones first; returns how many found no room."""
     order = sorted(rows, key=lambda row: (row is not chosen, row not in best, row.bytes))
     at = {id(row): tuple(axes.transData.transform(spots[id(row)])) for row in rows}
-    words = [shortened(row.name, 170, "bold" if row is chosen else "normal") for row in order]
+    words = [shortened(row.name, most, "bold" if row is chosen else "normal") for row in order]
     sizes = [
         (text_width(text, SMALL, "bold" if row is chosen else "normal") + 2, SMALL * 1.3)
         for row, text in zip(order, words, strict=True)

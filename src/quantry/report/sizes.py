@@ -1,5 +1,7 @@
 """Sizes and counts for people, the same everywhere: reports, plans, errors and the command line."""
 
+from collections.abc import Iterable
+
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 
 
@@ -16,6 +18,13 @@ def human(count: float) -> str:
     return f"{count:,.0f} bytes"
 
 
+def alike(count: float, others: Iterable[float]) -> str:
+    """Formats one of several sizes in the unit of the largest: 512 MiB are "0.50 GiB" beside "16.00 GiB"."""
+    known = [count, *others]
+    size, unit = unit_of(max(known))
+    return f"{count / size:,.{1 if min(known) >= 10 * size else 2 if size > 1 else 0}f} {unit}"
+
+
 def counted(number: int, what: str, several: str | None = None) -> str:
     """Writes a number with its noun: '1 file', '1,024 files', '2 passes' where `several` is 'passes'."""
     return f"{number:,} {what if number == 1 else several or what + 's'}"
@@ -24,6 +33,23 @@ def counted(number: int, what: str, several: str | None = None) -> str:
 def nats(value: float) -> str:
     """Formats a divergence; one that rounding errors have made negative is none."""
     return "0" if value < 1e-7 else f"{value:.3g}"
+
+
+def short(value: float) -> str:
+    """Formats a figure in four digits, and a large one without a power of ten: '12.35', '12,346'."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def percent(share: float, style: str = "") -> str:
+    """Formats a share in whole percents: '42%'. One that is not quite nothing or all says so: '0.3%', '99.7%'.
+
+    `style` is '+' for a sign.
+    """
+    if 0 < abs(share) < 0.01:
+        return f"{100 * share:{style}.1g}%" if abs(share) >= 1e-6 else "0%"
+    if 0.99 < share < 1:
+        return f"{min(share, 0.999):{style}.1%}"
+    return f"{share:{style}.0%}"
 
 
 def duration(seconds: float) -> str:

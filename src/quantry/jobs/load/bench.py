@@ -16,6 +16,7 @@ from typing import Any
 from quantry import __version__
 from quantry.errors import OutputError, QuantryError
 from quantry.jobs.load import endpoint, guidellm_process, scenario
+from quantry.jobs.load.compare import Comparison, compare, read_earlier
 from quantry.jobs.load.endpoint import Endpoint
 from quantry.jobs.load.guidellm_process import GuidellmProcess
 from quantry.jobs.load.metrics import Watch
@@ -51,6 +52,7 @@ class Bench:
     versions: Mapping[str, str] = field(default_factory=dict)
     server: Mapping[str, str] = field(default_factory=dict)  # engine, version and hardware, as far as they are known
     interrupted: bool = False  # levels are missing
+    against: Comparison | None = None  # with an earlier load test
     path: Path | None = None
 
     @property
@@ -83,6 +85,7 @@ def bench(
     chat: bool = False,
     api_key: str | None = None,
     output: Path | None = None,
+    against: Path | None = None,
     guidellm_python: Path | None = None,
     started: GuidellmProcess | None = None,
     timeout: float = scenario.TIMEOUT,
@@ -95,7 +98,8 @@ def bench(
     that arrive per second at random moments (`rate`, Poisson). A level ends after `requests` or `seconds`. Prompts are
     generated in the given lengths and share their first `shared_prefix` tokens, or come from `dataset`, a file or hub
     id. Each run has new prompts unless `seed` repeats those of another, which the server's cache may know. bench.json
-    and bench.html go into the folder `output`. `started` is a guidellm that is running already.
+    and bench.html go into the folder `output`. `against` is the bench.json of another run, to
+    compare with. `started` is a guidellm that is running already.
 
     Raises QuantryError if an option is wrong, guidellm is missing, or the server answers no request. Example:
 
@@ -110,6 +114,7 @@ def bench(
         seed=scenario.new_seed() if seed is None else seed,
     ).checked()  # fmt: skip
     check_output(output)
+    earlier = read_earlier(against) if against else None
     guidellm = started or Path(guidellm_process.find_python(guidellm_python))
     server = endpoint.find(url, model, api_key)
     known = server_facts(server)
@@ -121,6 +126,8 @@ def bench(
         notes = (*finished.notes, f"interrupted after {counted(len(levels), 'level')}: the others were not measured")
         verdict = "" if finished.verdict == PASS else finished.verdict
         finished = replace(finished, interrupted=True, notes=notes, verdict=verdict)
+    if earlier:
+        finished = replace(finished, against=compare(finished, earlier))
     return _written(finished, output) if output else finished
 
 

@@ -136,7 +136,7 @@ class RunPlan:
         best = self.candidate
         if self.options.budget:
             return f"{AUTO} for {self.options.budget} as {best.format}, in {best.engine}"
-        speed = f"{best.speed['decode_tokens_per_s']:,.0f} tokens/s"
+        speed = f"{best.speed['decode_tokens_per_s']:,.0f} tok/s"
         memory = f"{human(best.memory['per_device'])} of {human(best.memory['limit'])}"
         return (
             f"{best.preset} in {best.engine}: {best.quality}, about {speed}, {memory} on {self.plan.hardware['device']}"

@@ -60,7 +60,7 @@ def _flag(option: Option, name: str) -> str | None:
 
 
 def first_answer(running: Running, server_plan: ServerPlan, question: str) -> tuple[Answer, float | None]:
-    """Asks a first question, as a chat if the model has a template for one; returns the answer and the tokens/s.
+    """Asks a first question, as a chat if the model has a template for one; returns the answer and the tok/s.
 
     A short answer ends before its speed can be measured, so that is measured on one without end if the engine can.
     """

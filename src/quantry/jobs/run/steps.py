@@ -172,7 +172,7 @@ class RunSteps:
         answer, self._tokens_per_s = first_answer(self._running, self._server_plan, question)
         self._answer = answer
         self._memory = measured_memory(self._running, self._server_plan)
-        speed = "" if self._tokens_per_s is None else f"; {self._tokens_per_s:,.4g} tokens/s"
+        speed = "" if self._tokens_per_s is None else f"; {self._tokens_per_s:,.4g} tok/s"
         words = f"{answer.tokens} tokens, the first after {answer.first_s:.2g} s{speed}"
         said = f"> {question}\n{answer.text.strip() or '(it says nothing)'}"
         self._done(RunStep("answer", words, seconds=perf_counter() - started, said=said))

@@ -284,5 +284,6 @@ def _difference(before: Any, now: Mapping[str, Any]) -> str:
     if not isinstance(before, dict):
         return "another request, which is not noted"
     wanted = _as_json(now)
-    key = next(key for key in sorted({*before, *wanted}) if before.get(key) != wanted.get(key))
+    nothing = object()
+    key = next(key for key in sorted({*before, *wanted}) if before.get(key, nothing) != wanted.get(key, nothing))
     return f"another {key}, {str(before.get(key))[:20]} instead of {str(wanted.get(key))[:20]}"
