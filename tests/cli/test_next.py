@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 
 from command import command
+from quantry.cli import sweep
+from quantry.jobs.sweep.table import Outcome, Sweep
 
 
 def test_a_gguf_artefact_is_verified_and_served_next(tmp_path: Path) -> None:
@@ -33,3 +35,13 @@ def test_what_does_not_work_here_is_not_suggested(tmp_path: Path) -> None:
     assert (
         "next" not in command("convert", tmp_path / "moved", "-o", tmp_path / "x", "--to", "bf16", "--dry-run").stdout
     )
+
+
+def test_a_sweep_suggests_the_smallest_that_passes(tmp_path: Path) -> None:
+    rows = tuple(
+        Outcome(name, name, bytes=size, verdict=verdict)
+        for name, size, verdict in (("q8_0", 8, "pass"), ("q4_0", 4, "pass"), ("q2_k", 2, "fail"))
+    )
+    swept = Sweep("demo", str(tmp_path), "general", {}, rows)
+    assert sweep._smallest_that_passes(swept) == tmp_path / "q4_0"
+    assert sweep._smallest_that_passes(Sweep("demo", str(tmp_path), "general", {}, rows[2:])) is None

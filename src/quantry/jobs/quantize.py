@@ -128,7 +128,7 @@ class QuantizeJob:
             self._plan = self._calibrator.marked(self._plan)
         planned = card.plan(str(model), out, self._recipe, anatomy, self._plan)
         wider = wider_than_named(planned, self._recipe, self._plan)
-        self.planned = replace(planned, notes=(*wider, *self._notes()))
+        self.planned = replace(planned, notes=(*self._notes(), *wider))
 
     def check_room(self) -> None:
         """Raises OutputError if the disk has no room for the output."""
