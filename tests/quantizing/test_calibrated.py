@@ -329,7 +329,7 @@ def refused(folder: Path, message: str, model: Path | str = "demo", **how: Any) 
 def test_refusals(tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("Too little.")
-    refused(tmp_path, "short.txt has .* tokens and 128 samples of 1024 need .*at most 0", data=short)
+    refused(tmp_path, "short.txt has .* tokens and 128 samples of 1024 need .*; give more data or a shorter", data=short)
     refused(tmp_path, "there is no gone.txt; give a text file", data="gone.txt")
     refused(tmp_path, "-1 samples are nothing", samples=-1)
     refused(tmp_path, "a window of 1 tokens", length=1)
@@ -379,7 +379,7 @@ def test_command_line(tiny: TinyModel, tmp_path: Path) -> None:
     done = command("quantize", tiny("LlamaForCausalLM"), "-o", tmp_path / "out", "--preset", "gguf-q4_0", *flags)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("calibration.txt gives 512 tokens") == 1, "before the job, and not once more after it"
-    done = command("quantize", "demo", "-o", str(tmp_path / "b"), "--preset", "w4a16", "--data", "x")
+    done = command("quantize", "demo", "-o", str(tmp_path / "b"), "--preset", "w4a16", "--data", "demo")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "--data has no use" in done.stderr
 
