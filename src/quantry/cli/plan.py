@@ -166,7 +166,14 @@ def picture(plan: "Plan") -> list["RenderableType"]:
     lines: list[RenderableType] = [_head(plan), "", _title(best), *_bar(best), *_load(best), ""]
     lines += [Text(f"  + {reason}") for reason in best.reasons]
     lines += [Text(f"  ! {warning}", "yellow") for warning in best.warnings]
-    lines += ["", *_commands(best), *_speculation(best), "", _table(_different(plan.options)[:SHOWN]), *_refused(plan)]
+    lines += [
+        "",
+        *_commands(plan, best),
+        *_speculation(best),
+        "",
+        _table(_different(plan.options)[:SHOWN]),
+        *_refused(plan),
+    ]
     return [*lines, *notes]
 
 
@@ -281,10 +288,32 @@ def _speculation(option: "Option") -> list["Text"]:
     return [Text(line) for line in lines]
 
 
-def _commands(option: "Option") -> list["Text"]:
+def _commands(plan: "Plan", option: "Option") -> list["Text"]:
+    """Draws the commands to copy; the engine's own follows that of Quantry, which starts it."""
     from shlex import join
 
-    return [to_copy(join(words)) for words in option.commands.values()]
+    from rich.text import Text
+
+    ours = _serve_words(plan, option)
+    lines = [to_copy(join(words)) for name, words in option.commands.items() if name != "serve"]
+    if ours:
+        lines += [to_copy(join(ours)), Text("in the engine's own words:", "dim")]
+    return [*lines, to_copy(join(option.commands["serve"]))]
+
+
+def _serve_words(plan: "Plan", option: "Option") -> list[str]:
+    """Returns `quantry serve` for what is planned on one machine; empty where its flags do not say all of it."""
+    layout = option.layout
+    if "quantize" not in option.commands or layout["nodes"] > 1 or layout["replicas"] > 1 or option.memory["host"]:
+        return []
+    made = option.commands["quantize"]
+    words = ["quantry", "serve", made[made.index("-o") + 1], "--engine", option.engine]
+    words += ["--context", str(plan.workload["context"])]
+    numbers = {"--parallel": layout["concurrency"], "--tensor-parallel": layout["tensor_parallel"]}
+    numbers["--pipeline-parallel"] = layout["pipeline_parallel"]
+    for flag, number in numbers.items():
+        words += [flag, str(number)] if number > 1 else []
+    return words if option.kv_cache_type == "auto" else [*words, "--kv", option.kv_cache_type]
 
 
 def _table(options: "tuple[Option, ...]") -> "RenderableType":
