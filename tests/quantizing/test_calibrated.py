@@ -329,7 +329,9 @@ def refused(folder: Path, message: str, model: Path | str = "demo", **how: Any) 
 def test_refusals(tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("Too little.")
-    refused(tmp_path, "short.txt has .* tokens and 128 samples of 1024 need .*; give more data or a shorter", data=short)
+    refused(
+        tmp_path, "short.txt has .* tokens and 128 samples of 1024 need .*; give more data or a shorter", data=short
+    )
     refused(tmp_path, "there is no gone.txt; give a text file", data="gone.txt")
     refused(tmp_path, "-1 samples are nothing", samples=-1)
     refused(tmp_path, "a window of 1 tokens", length=1)
