@@ -127,7 +127,7 @@ COMMANDS = {
     "plan": ("plan", "llama-3.2-1b", "--gpu", "RTX 4090", "--engine", "tiny.engine", "--json"),
     "matrix": ("matrix", "formats", "--json"),
     "dry run": ("serve", "demo", "--engine", "tiny.engine", "--dry-run"),
-    "unknown": ("serve", "demo", "--engine", "tiny-engine"),
+    "unknown": ("serve", "demo", "--engine", "tinny.engine"),
     "key": ("serve", "demo", "--engine", "tiny.engine", "--api-key", "k"),
     "tune": ("tune", "demo", "--engine", "tiny.engine"),
 }
@@ -209,7 +209,7 @@ def test_a_dry_run_shows_its_command(done: dict[str, Done]) -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("unknown", "unknown engine 'tiny-engine'; did you mean tiny.engine"),
+        ("unknown", "unknown engine 'tinny.engine'; did you mean tiny.engine"),
         ("key", "tiny.engine 1.0.3 has no api key; leave it out"),
         ("tune", "there is nothing to try on tiny.engine"),
     ],

@@ -24,6 +24,7 @@ import pytest
 
 from command import command
 from depth import deep
+from local_servers import until
 from quantry import devices
 from quantry.engines.contract.catalogue import engine_facts
 from quantry.errors import OutputError, QuantryError
@@ -561,11 +562,18 @@ def test_a_chat_in_a_terminal_ends_cleanly(done: Run, ending: str) -> None:
     terminal.until("The sky is blue.")
     terminal.until("> ")
     if ending == "\x03":
-        terminal.process.send_signal(signal.SIGINT)
+        until(lambda: _ended_by_interrupt(terminal))
     else:
         terminal.type(ending)
     assert terminal.end() == 0, terminal.shown
     assert "Traceback" not in terminal.shown
+
+
+def _ended_by_interrupt(terminal: Terminal) -> bool:
+    """Presses Ctrl-C: one that comes while the prompt is being shown waits for the next key, in any Python program."""
+    terminal.process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    return terminal.process.poll() is not None
 
 
 def test_an_answer_is_stopped_without_leaving(server: "FakeServer") -> None:

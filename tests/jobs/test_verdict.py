@@ -76,8 +76,9 @@ def test_a_folder_that_cannot_be_written_costs_no_figures(made: Callable[[str], 
 def test_a_folder_that_cannot_be_written_is_said_first(
     made: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the reference is looked for, which does not exist. Root may write everywhere, hence the patch."""
+    """Before the reference is opened, which is empty. Root may write everywhere, hence the patch."""
     artefact = made("w4a16")
+    (tmp_path / "nowhere").mkdir()
     monkeypatch.setattr(os, "access", lambda path, _: Path(path) != artefact)
     done = command("verify", artefact, "--reference", tmp_path / "nowhere")
     warning, error = done.stderr.splitlines()

@@ -52,6 +52,6 @@ def test_the_largest_group_that_divides_all_layers_is_taken_and_said(tmp_path: P
     assert planned.preset == "w4a16"
     assert "Groups of 32 weights: 128 do not divide the 96 columns of model.layers.0.mlp.down_proj" in planned.notes[0]
     asked = quantry.quantize(tmp_path, tmp_path / "out", preset="w4a16", group=32, dry_run=True)
-    assert (asked.bytes, asked.notes) == (planned.bytes, ())
+    assert (asked.bytes, asked.notes) == (planned.bytes, planned.notes[1:])
     with pytest.raises(WeightError, match="use --group 32"):
         quantry.quantize(tmp_path, tmp_path / "out", preset="w4a16", group=64, dry_run=True)

@@ -29,7 +29,7 @@ from quantry.quantizing.targets import GgufTarget, target_of
 from quantry.quantizing.tensor_plan import dividing_group
 from quantry.quantizing.width import wider_than_named
 from quantry.storage import ARTEFACT_FILE, SENSITIVITY_FILE
-from quantry.types import Artefact, Progress
+from quantry.types import Artefact, Checkpoint, Progress
 
 if TYPE_CHECKING:
     from quantry.jobs.auto.mixture import Mixture
@@ -109,6 +109,7 @@ class JobOptions:
     mixture: "Mixture | None" = None
     overwrite: bool = False
     notes: tuple[str, ...] = ()
+    checkpoint: Checkpoint | None = None  # that is open already
 
 
 class QuantizeJob:
@@ -116,7 +117,7 @@ class QuantizeJob:
 
     def __init__(self, model: str | Path, out: Path, recipe: Recipe, options: JobOptions) -> None:
         self._model, self._out, self._options = model, out, options
-        self._checkpoint = open_checkpoint(model)
+        self._checkpoint = options.checkpoint or open_checkpoint(model)
         anatomy = sixteen_bit(self._checkpoint)
         self._target = target_of(self._checkpoint, recipe, options.importance, options.keep_odd)
         check_blocks(self._checkpoint)
@@ -263,11 +264,12 @@ def _with_dividing_group(
     model: str | Path, settings: Mapping[str, Any], recipe: Recipe, options: JobOptions
 ) -> tuple[Recipe, JobOptions]:
     """Takes smaller groups where those of the preset do not divide some layer, unless a size was asked for."""
-    found = None
-    if settings.get("group") is None and not options.keep_odd:
-        checkpoint = open_checkpoint(model)
-        sixteen_bit(checkpoint)
-        found = dividing_group(checkpoint, recipe)
+    if settings.get("group") is not None or options.keep_odd:
+        return recipe, options
+    checkpoint = open_checkpoint(model)
+    sixteen_bit(checkpoint)
+    options = replace(options, checkpoint=checkpoint)
+    found = dividing_group(checkpoint, recipe)
     if found is None:
         return recipe, options
     group, odd = found
