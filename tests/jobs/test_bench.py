@@ -18,6 +18,7 @@ import pytest
 import quantry
 from command import command
 from demo_artefacts import gguf_in, quantized_demo
+from depth import deep
 from quantry.cli.bench import picture
 from quantry.engines.contract.catalogue import engine_facts
 from quantry.errors import QuantryError
@@ -470,6 +471,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Broken:
     return done
 
 
+@deep
 @pytest.mark.parametrize("failure", ["in the middle", "between levels", "in a sweep"])
 def test_requests_that_fail_fail_the_load(broken: Broken, failure: str) -> None:
     result = broken.results[failure]
@@ -477,12 +479,14 @@ def test_requests_that_fail_fail_the_load(broken: Broken, failure: str) -> None:
     assert (result.verdict, result.best, result.verdict_words) == ("fail", "1 at once", "requests failed")
 
 
+@deep
 def test_a_limit_may_allow_requests_to_fail(broken: Broken) -> None:
     result = broken.results["allowed"]
     assert result.levels[0].errors > 0
     assert (result.verdict, result.best) == ("pass", "1 at once")
 
 
+@deep
 def test_a_load_with_failures_is_exit_code_1(broken: Broken, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "bench", lambda *_, **__: broken.results["between levels"])
     shown = command("bench", "http://127.0.0.1:9")
@@ -490,6 +494,7 @@ def test_a_load_with_failures_is_exit_code_1(broken: Broken, monkeypatch: pytest
     assert "requests failed" in shown.stdout
 
 
+@deep
 def test_finished_levels_are_kept_when_a_load_is_interrupted(tmp_path: Path) -> None:
     """As by Ctrl-C in the second level."""
     demo = Path(quantry.__file__).parent / "demo"
@@ -513,6 +518,7 @@ def test_finished_levels_are_kept_when_a_load_is_interrupted(tmp_path: Path) -> 
     assert "core" in kept.server["hardware"], "the server is on this machine"
 
 
+@deep
 def test_each_run_has_prompts_of_its_own_unless_a_seed_repeats_them(broken: Broken) -> None:
     prompts, results = broken.prompts, broken.results
     assert prompts["between levels"] & prompts["in the middle"], "of one seed"

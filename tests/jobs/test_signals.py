@@ -11,7 +11,7 @@ import pytest
 
 from command import ENVIRONMENT, process
 from demo_artefacts import gguf_in, quantized_demo
-from depth import deep
+from depth import cases, deep
 from killed_jobs import contents, written
 from local_servers import alive, descendants, metric, until
 from quantry.serving.prepare import serve
@@ -33,7 +33,7 @@ def group_of_guidellm(pids: list[int]) -> int:
     return os.getpgid(next(pid for pid in pids if b"guidellm_script" in Path(f"/proc/{pid}/cmdline").read_bytes()))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", cases([signal.SIGTERM, signal.SIGHUP], [signal.SIGTERM]))
 def test_a_signal_ends_a_job_that_then_goes_on(number: int, tmp_path: Path) -> None:
     """The first bytes are written when the signal comes, unless the job is faster: then it has ended well."""
     out = tmp_path / "out"

@@ -5,12 +5,13 @@ import json
 import pytest
 
 from command import command
+from depth import cases
 from quantry.errors import QuantryError
 from quantry.planning.plan import plan
 from quantry.planning.suggest import PACE, suggest
 
 
-@pytest.mark.parametrize("gpu", ["RTX 4090", "M2 16GB"])
+@pytest.mark.parametrize("gpu", cases(["RTX 4090", "M2 16GB"], ["RTX 4090"]))
 def test_suggestions_are_what_plans_say(gpu: str) -> None:
     rows = suggest(gpu, "local", most=4)
     assert len(rows) == 4

@@ -21,7 +21,7 @@ KILLED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", cases(KILLED, ["w4a16-awq+gptq"]))
+@pytest.mark.parametrize("name", cases(KILLED, ["sequential gguf"]))
 def test_kill_9_at_random_moments(name: str, tmp_path: Path) -> None:
     """A job without a store of statistics, so that each run walks anew; what it noted of experts survives too."""
     source = tmp_path / "model"

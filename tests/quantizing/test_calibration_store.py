@@ -13,6 +13,7 @@ import torch
 from safetensors.numpy import save_file
 from torch import Tensor
 
+from depth import deep
 from linear_inputs import WINDOWS, Folder
 from quantizing.calibration_text import same, statistics
 from quantry.blockwise.walk import Walk
@@ -236,6 +237,7 @@ def worker(folder: str, store: str) -> list[float]:
     return [float(stats.gram.sum()) for index in range(3) for stats in found.observed(index).stats.values()]
 
 
+@deep
 def test_several_at_once_agree(folder: Path, store: Store) -> None:
     """Another process and two threads of this one: all get the same numbers, and whole files are left."""
     with get_context("spawn").Pool(1) as pool, ThreadPoolExecutor(2) as threads:
