@@ -13,7 +13,8 @@ from tiny_files import LLAMA, MakeFolder
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("head_dim", 10**9), ("num_attention_heads", "x"), ("num_key_value_heads", -5), ("vocab_size", 1e30), ("hidden_size", [2, "x"]),
+        ("head_dim", 10**9), ("num_attention_heads", "x"), ("num_key_value_heads", -5), ("vocab_size", 1e30), ("hidden_size", [2, 2]),
+        ("num_attention_heads", [2, "x"]),
         ("intermediate_size", True), ("head_dim", 0.5), ("max_position_embeddings", float("nan")), ("num_experts", {}),
         ("rms_norm_eps", -1.0), ("rms_norm_eps", float("nan")), ("rope_theta", "10000"), ("norm_eps", float("inf")),
     ],

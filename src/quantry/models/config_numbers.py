@@ -19,6 +19,7 @@ LIMITS = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "sliding_window"), 1 << 40),
 }  # layers have theirs in attention.py
 
+SINGLE = frozenset({"hidden_size", "vocab_size"})  # others may be listed by layer
 FACTORS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps", "rope_theta")
 
 
@@ -27,7 +28,7 @@ def check_numbers(config: Mapping[str, Any], name: str) -> None:
     for part in (config, *(value for value in config.values() if isinstance(value, Mapping))):
         for key, limit in LIMITS.items():
             values = part.get(key)
-            for value in values if isinstance(values, list) else (values,):
+            for value in values if isinstance(values, list) and key not in SINGLE else (values,):
                 if value is not None and not _is_size(value, limit):
                     raise ConfigError(
                         f"{name} gives {key} as {ascii(value)[:40]}, not a whole number up to {limit:,}",
