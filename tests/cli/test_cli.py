@@ -123,6 +123,8 @@ WRONG = {
     "model": ("quantize", "nothing", "-o", "out", "--preset", "awq"),
     "artefact": ("verify", "nothing"),
     "gate": ("verify", "demo", "--gate", "nonsense"),
+    "file of verify": ("verify", "demo", "--junit", "/"),
+    "preset of convert": ("convert", "demo", "-o", "out", "--to", "gguf", "--requantize", "nonsense"),
     "engine of verify": ("verify", "demo", "--engine", "tgi"),
     "presets": ("sweep", "demo", "-o", "out", "--presets", "w4a16:group=64,nonsense"),
     "text": ("diff", "demo", "demo", "--text", "nothing.txt"),

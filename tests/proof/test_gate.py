@@ -205,5 +205,5 @@ def test_limits_of_ones_own_replace_those_of_the_use_and_are_kept_to_the_digit()
 
 @pytest.mark.parametrize("options", [{"max_kl": -0.1}, {"min_top1": 95.0}, {"max_perplexity_ratio": math.nan}])
 def test_own_limits_are_numbers_of_their_measure(options: dict[str, float]) -> None:
-    with pytest.raises(QuantryError, match=r"--(max|min)-\S+ \S+ is not from 0 to"):
+    with pytest.raises(QuantryError, match=r"--(max|min)-\S+ \S+ is not (from 0 to 1|a number).*; write --m"):
         gate.own_limits(**options)

@@ -76,11 +76,17 @@ def check_recipe(**settings: Any) -> None:
         build(settings)
 
 
-def check_presets(text: str) -> None:
-    """Raises UnknownNameError for a name in a list of presets with options (`w4a16:group=64,Q4_K_M`)."""
+def check_preset(name: str | None) -> None:
+    """Raises UnknownNameError for a preset that does not exist."""
     from quantry.quantizing.recipe import preset_name
 
+    if name is not None:
+        preset_name(name)
+
+
+def check_presets(text: str) -> None:
+    """Raises UnknownNameError for a name in a list of presets with options (`w4a16:group=64,Q4_K_M`)."""
     for piece in text.split(","):
         name = piece.partition(":")[0].strip()
         if name and "=" not in name:
-            preset_name(name)
+            check_preset(name)

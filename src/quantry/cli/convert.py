@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from quantry.cli import _flags as flags
+from quantry.cli._first import check_present, check_preset
 from quantry.cli._output import announce, bar, finish
 
 GROUP = "make"
@@ -31,6 +32,8 @@ def command(
     json: flags.Json = False,
 ) -> None:
     """Write a quantized checkpoint in another format, without loss where the grids agree; or a GGUF file as 16 bit."""
+    check_present(source)
+    check_preset(requantize)
     from quantry.quantizing.convert import convert
 
     with bar(quiet=json) as progress:

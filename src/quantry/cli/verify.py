@@ -88,12 +88,12 @@ def command(
     check_scoring_engine(engine)
     check_given(text, prompts)
     check_present(artefact, reference)
+    check_files(file for file in (junit, markdown) if file)
     from quantry.jobs.verdict import obstacle
     from quantry.jobs.verify import verify
     from quantry.report import ci
 
     written = {file: make for file, make in ((junit, ci.junit), (markdown, ci.markdown)) if file}
-    check_files(written)
     if record and Path(artefact).expanduser().exists() and (why := obstacle(Path(artefact).expanduser(), output)):
         typer.echo(f"warning: the verdict will not be recorded: {why}", err=True)
     with steps(quiet=json) as progress:

@@ -38,7 +38,7 @@ def diff(
     Raises QuantryError if the vocabularies differ in size or the text is too short for a window.
     """
     content = load_text(text)
-    first, second = (origin_of(a), a) if b is None else (a, b)
+    first, second = (origin_of(a, "as a second model"), a) if b is None else (a, b)
     sources = open_source(first), open_source(second)
     _check_vocabularies(*sources)
     length, notes = fitting_length(length, *(source.config for source in sources))

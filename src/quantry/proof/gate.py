@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from math import isfinite
+from math import inf, isfinite
 from typing import Any, Literal
 
 from quantry import registry
@@ -20,6 +20,7 @@ _table = partial(read_data, "quantry.proof", "gates.toml")
 SERVED = "served."
 ENGINE = "served_gap"
 OWN = "your limit"
+EXAMPLES = {"max_kl": 0.05, "min_top1": 0.95, "max_perplexity_ratio": 1.05}
 OWN_LIMITS = {"max_kl": "kl", "min_top1": "top1", "max_perplexity_ratio": "perplexity_ratio"}  # options: measures
 Number = float | Interval
 
@@ -87,16 +88,12 @@ def uses() -> dict[str, str]:
 
 def own_limits(**options: float | None) -> dict[str, float]:
     """Returns limits by measure. Raises QuantryError for one that is no number of its measure."""
-    limits = {}
     for name, limit in options.items():
-        least, most = (0.0, 1.0) if name.startswith("min_") else (0.0, 1e9)
-        if limit is None:
-            continue
-        if not least <= limit <= most:
+        most, words = (1.0, "from 0 to 1") if name.startswith("min_") else (inf, "a number of 0 or more")
+        if limit is not None and not (isfinite(limit) and 0 <= limit <= most):
             flag = f"--{name.replace('_', '-')}"
-            raise QuantryError(f"{flag} {limit} is not from {least:g} to {most:g}", fix=f"give {flag} a share or size")
-        limits[OWN_LIMITS[name]] = limit
-    return limits
+            raise QuantryError(f"{flag} {limit} is not {words}", fix=f"write {flag} {EXAMPLES[name]}")
+    return {OWN_LIMITS[name]: limit for name, limit in options.items() if limit is not None}
 
 
 def check_use(name: str) -> None:

@@ -27,27 +27,24 @@ def remember(model: str | Path, digest: str) -> None:
             write_atomically(place / digest, str(folder.resolve()).encode())
 
 
-def origin_of(artefact: str | Path) -> str:
+def origin_of(artefact: str | Path, how: str = "with --reference") -> str:
     """Returns the model that an artefact was made from: `demo`, a hub id or a folder.
 
+    `how` says where a user names another one.
     Raises QuantryError if the artefact does not say, or if its model is not here any more.
     """
     folder = local_folder(artefact)
     folder = folder if folder.is_dir() else folder.parent
     if not (folder / ARTEFACT_FILE).is_file():
-        raise QuantryError(
-            f"{artefact} does not say which model it was made from", fix="name the 16-bit model with --reference"
-        )
+        raise QuantryError(f"{artefact} does not say which model it was made from", fix=f"name the 16-bit model {how}")
     note = read_artefact_file(folder)
     name, digest = str(note.get("source", "")), str(note.get("source_identity", ""))
     if name == DEMO or name.count("/") == 1:
         return name
     for place in (_remembered(digest), folder.parent / name, Path(name)):
         if place is not None and place.is_dir() and place.resolve() != folder.resolve() and _is(place, digest):
-            return origin_of(place) if (place / ARTEFACT_FILE).is_file() else str(place)
-    raise QuantryError(
-        f"the model {name!r} that {artefact} was made from is not found", fix="name its folder with --reference"
-    )
+            return origin_of(place, how) if (place / ARTEFACT_FILE).is_file() else str(place)
+    raise QuantryError(f"the model {name!r} that {artefact} was made from is not found", fix=f"name its folder {how}")
 
 
 def _remembered(digest: str) -> Path | None:
