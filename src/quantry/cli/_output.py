@@ -134,9 +134,9 @@ def check_files(files: "Iterable[Path]") -> None:
     from quantry.errors import OutputError
 
     for file in files:
-        above = next(folder for folder in file.expanduser().absolute().parents if folder.exists())
         if file.expanduser().is_dir():
             raise OutputError(f"{file} is a folder", fix="name a file in it")
+        above = next(folder for folder in file.expanduser().absolute().parents if folder.exists())
         if not above.is_dir() or not access(above, W_OK):
             raise OutputError(f"{file} cannot be written: {above} is no folder to write in", fix="name another file")
 
