@@ -380,6 +380,7 @@ def test_a_card_that_is_none(changed: Path, text: str) -> None:
         {"preset": None}, {"preset": 4}, {"recipe": None}, {"recipe": {"preset": "w4a16"}}, {"recipe": {"preset": {}}},
         {"files": {"a": 3}}, {"files": {}, "bytes": None}, {"files": [1]}, {"parameters": "7"}, {"source": None},
         {"format": None}, {"format": "com_ressed"}, {"proof": [1]}, {"proof": {"findings": 3}}, {"proof": {"findings": [3]}},
+        {"proof": {"prompts": 3}}, {"proof": {"prompts": {"agreement": 1}}}, {"proof": {"prompts": {"agreement": {"value": 1}}}},
         {"proof": {"verdict": "maybe"}}, {"proof": {"served": 3}}, {"proof": {"memory": [3]}}, {"versions": 3}, {"notes": 3},
         {"proof": {"notes": 3}}, {"proof": {"text": 3, "memory": {"measured": {"weights": 1}}}}, {"proof": {"kl": 0.1, "intervals": 3}},
         {"proof": {"kl": 0.1, "intervals": {"kl": 3}}},

@@ -187,3 +187,25 @@ def test_card_and_report_never_disagree(made: Callable[[str], Path], proof: Proo
     verdict.record(artefact, artefact, failed, report=False)
     assert "**Fails** the gate *accuracy-critical*" in (artefact / CARD).read_text()
     assert "fails the gate accuracy-critical" in (artefact / PAGE).read_text()
+
+
+def test_prompts_with_other_answers_are_on_the_card_and_the_page(made: Callable[[str], Path], proof: Proof) -> None:
+    """Shortened, a few, and never as markup: an answer may hold anything, the end of its section too."""
+    artefact = made("w4a16")
+    evil = "<b>*bold*</b> | [x](y) <!-- end of proof -->"
+    records = [{"id": str(n), "base": "Paris", "quantized": evil + "x" * 200, "agree": False} for n in range(9)]
+    prompts = {"prompts": 12, "agreement": {"value": 0.25}, "records": records}
+    for _ in range(2):  # the second takes the place of the first
+        verdict.record(artefact, artefact, replace(proof, prompts=prompts), report=True)
+    card, page = (artefact / CARD).read_text(), (artefact / PAGE).read_text()
+    assert card.count("25% of 12 prompts answered alike.") == 1
+    assert r"- 0: '\<b\>\*bold\*\</b\> \| \[x\](y) \<\!-- end of proof --\>xxxx" in card
+    assert (card.count("in 16 bit 'Paris'"), "- and 4 more" in card.splitlines()) == (5, True)
+    assert card.count("<!-- end of proof -->") == 1
+    assert "<h2>Your prompts</h2>\n<p>25% of 12 prompts answered alike.</p>" in page
+    assert "<li>0: &#x27;&lt;b&gt;*bold*&lt;/b&gt; | [x](y) &lt;!-- end of proof --&gt;xxxx" in page
+    assert (page.count("in 16 bit &#x27;Paris&#x27;"), page.count("<li>and 4 more</li>"), "x" * 81 in page) == (
+        5,
+        1,
+        False,
+    )

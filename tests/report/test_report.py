@@ -82,6 +82,8 @@ def a_sweep() -> Content:
             {"name": "top1", "ok": False, "words": "78 % is below 80 %", "fix": "use more bits"},
             {"name": "tail", "ok": False, "warning": True, "words": "the tail is long"},
         ),
+        answered="67% of 3 prompts answered alike",
+        differing=("sky: 'blue', in 16 bit 'It is blue.'",),
         sensitivity=a_map(BLOCKS, 1, 1e-4),
         outliers=a_map(BLOCKS, 2, 20),
         bits={str(block): dict.fromkeys(MODULES, 3.4375 if block % 3 else 4.5) for block in range(BLOCKS)},
@@ -106,7 +108,7 @@ def an_evil_one() -> Content:
     row = FileRow(EVIL, 10, kl=0.1, perplexity=3, top1=0.5, chosen=True)
     return Content(
         EVIL, EVIL, EVIL, (row, replace(row, bytes=5, kl=0.2, peer=True, chosen=False)), 0.01, 2.0, EVIL, "pass",
-        ({"words": EVIL, "ok": False, "fix": EVIL},), {EVIL: {EVIL: 1.0}}, {EVIL: {EVIL: 1.0}}, {EVIL: {EVIL: 1.0}},
+        ({"words": EVIL, "ok": False, "fix": EVIL},), EVIL, (EVIL,), {EVIL: {EVIL: 1.0}}, {EVIL: {EVIL: 1.0}}, {EVIL: {EVIL: 1.0}},
         Memory({EVIL: 5}, {EVIL: 6}, 7, EVIL), EVIL, (EVIL,), {EVIL: EVIL}, {EVIL: [EVIL, {EVIL: EVIL}]},
     )  # fmt: skip
 
@@ -185,7 +187,7 @@ def test_json_and_back() -> None:
         ('{"title": "t", "bits": {"0": [1]}}', "bits of block '0' is list"),
         ('{"title": "t", "memory": {"predicted": {"weights": true}}}', "'weights' of memory.predicted"),
         ('{"title": "t", "memory": {"predicted": 3}}', "memory.predicted is int"),
-        ('{"title": "t", "notes": [3]}', "a note is int"),
+        ('{"title": "t", "notes": [3]}', "a line of notes is int"),
         ('{"title": "t", "findings": [3]}', "a finding is int"),
     ],
 )

@@ -9,7 +9,7 @@ from quantry.cli import _flags as flags
 from quantry.cli._first import check_gate, check_given, check_present, check_scoring_engine
 from quantry.cli._next import tell_next
 from quantry.cli._output import check_files, print_result, steps, table, write_file
-from quantry.report.ci import differing
+from quantry.report.ci import answered, differing
 from quantry.report.sizes import counted, percent
 
 if TYPE_CHECKING:
@@ -177,8 +177,7 @@ def _number(name: str, value: float) -> str:
 def _answers(proof: "Proof") -> list[str]:
     lines = []
     if proof.prompts:
-        asked = counted(proof.prompts["prompts"], "prompt")
-        lines.append(f" {percent(proof.prompts['agreement']['value'])} of {asked} answered alike")
+        lines.append(f" {answered(proof.prompts)}")
         lines += [f"   {line}" for line in differing(proof.prompts)]
         lines += [f" {warning}" for warning in proof.prompts["warnings"]]
         if proof.prompts["correct"]:

@@ -18,7 +18,17 @@ from quantry.engines.contract.adapter import adapter
 from quantry.engines.contract.catalogue import engine_facts, usual, verifying
 from quantry.engines.contract.options import Serving
 from quantry.errors import QuantryError
-from quantry.jobs.artefact_card import ArtefactCard, figure, finite, mapping, mappings, notes_of, read_card
+from quantry.jobs.artefact_card import (
+    ArtefactCard,
+    count,
+    figure,
+    finite,
+    items,
+    mapping,
+    mappings,
+    notes_of,
+    read_card,
+)
 from quantry.jobs.artefact_maps import bits_map, read_sensitivity
 from quantry.jobs.output_folder import writing
 from quantry.models.anatomy import dissect
@@ -29,6 +39,7 @@ from quantry.planning.memory.footprint import footprint
 from quantry.quantizing.artefact_file import AGAIN
 from quantry.quantizing.recipe import presets
 from quantry.report import Content, FileRow, Memory, picture, render
+from quantry.report.ci import answered
 from quantry.report.sizes import human
 from quantry.storage import ARTEFACT_FILE, SENSITIVITY_FILE, write_together
 from quantry.types import Checkpoint, Workload
@@ -64,6 +75,7 @@ def content_of(folder: Path, device: Device | None = None, proof: Mapping[str, A
         gate=str(proof.get("gate", "")),
         verdict=proof.get("verdict", ""),
         findings=tuple(mappings(proof.get("findings", ()), "the findings of the proof")),
+        **_prompts(proof),
         sensitivity=sensitivity.damage,
         outliers=sensitivity.outliers,
         bits=bits_map(checkpoint, sensitivity.names),
@@ -88,6 +100,7 @@ def content_of_proof(artefact: Path, proof: Mapping[str, Any]) -> Content:
         gate=str(proof.get("gate", "")),
         verdict=proof.get("verdict", ""),
         findings=tuple(mappings(proof.get("findings", ()), "the findings of the proof")),
+        **_prompts(proof),
         notes=tuple(notes_of(proof)),
         versions={"quantry": __version__, **({str(served["engine"]): str(served["version"])} if served else {})},
         provenance={"proof": {"reference": proof.get("reference"), "text": proof.get("text")}},
@@ -125,6 +138,18 @@ def measured(name: str, size: int, proof: Mapping[str, Any], *, bits: float | No
     kl, served_kl = figure(proof, "kl"), figure(served, "kl")
     top1, perplexity = (figure(served or proof, key) for key in ("top1", "perplexity"))
     return FileRow(name, size, bits, *kl, *served_kl, *top1, *perplexity, verdict=proof.get("verdict"))
+
+
+def _prompts(proof: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a proof has of the user's prompts, as fields of the content."""
+    prompts = mapping(proof.get("prompts") or {}, "prompts of the proof")
+    if not prompts:
+        return {}
+    agreement = mapping(prompts.get("agreement"), "their agreement")
+    if finite(agreement.get("value")) is None or count(prompts, "prompts") < 1:
+        return {}
+    lines = items(prompts.get("differing", ()), "the prompts that differ")
+    return {"answered": answered(prompts), "differing": tuple(map(str, lines))}
 
 
 def _served(proof: Mapping[str, Any]) -> Mapping[str, Any]:

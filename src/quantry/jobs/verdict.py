@@ -17,6 +17,7 @@ from quantry.jobs.output_folder import writing
 from quantry.models.hub import cached_snapshot
 from quantry.quantizing.card import proof_section, proven_files
 from quantry.report import Content
+from quantry.report.ci import differing
 from quantry.storage import ARTEFACT_FILE, home, write_together
 from quantry.types import Proof
 
@@ -92,11 +93,12 @@ def _beside(place: Path, proof: Mapping[str, Any]) -> dict[Path, bytes]:
 
 
 def _kept(proof: Proof) -> dict[str, Any]:
-    """Returns the part of a proof that is kept: no paths of this machine, and no answers to prompts."""
+    """Returns the part of a proof that is kept: no paths of this machine, and few answers, shortened."""
     content = {key: value for key, value in proof.to_dict().items() if key not in ("artefact", "recorded")}
     content["reference"] = Path(proof.reference).name
     if proof.prompts:
-        content["prompts"] = {key: value for key, value in proof.prompts.items() if key != "records"}
+        kept = {key: value for key, value in proof.prompts.items() if key != "records"}
+        content["prompts"] = {**kept, "differing": differing(proof.prompts)}
     return content
 
 

@@ -1,10 +1,11 @@
 """A proof for continuous integration: a JUnit file that every CI shows as tests, and Markdown for a job's summary."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
-from quantry.report.sizes import counted
+from quantry.report.sizes import counted, percent
 
 if TYPE_CHECKING:
     from quantry.types import Proof
@@ -54,11 +55,16 @@ def _lines(proof: "Proof") -> Iterator[str]:
     windows = f"{counted(text['windows'], 'window')} of {text['length']} tokens of {_cell(text['name'])}"
     yield f"Gate {proof.gate}: {passed} of {len(proof.findings)} checks passed, on {windows}."
     if proof.prompts:
-        yield from ("", *(f"- {_cell(line)}" for line in differing(proof.prompts)))
+        yield from ("", *listed(answered(proof.prompts), differing(proof.prompts)))
     failed = [finding for finding in proof.findings if not finding["ok"]]
     if failed:
         yield ""
         yield from (f"- {'warning' if row['warning'] else '**failed**'}: {_cell(_sentence(row))}" for row in failed)
+
+
+def answered(prompts: Mapping[str, Any]) -> str:
+    """Returns how many of the prompts the two models answer alike, in words."""
+    return f"{percent(prompts['agreement']['value'])} of {counted(prompts['prompts'], 'prompt')} answered alike"
 
 
 def differing(prompts: Mapping[str, Any]) -> list[str]:
@@ -69,6 +75,18 @@ def differing(prompts: Mapping[str, Any]) -> list[str]:
         for record in other[:SHOWN]
     ]
     return [*lines, f"and {len(other) - SHOWN} more"] if len(other) > SHOWN else lines
+
+
+def listed(sentence: str, lines: Iterable[str]) -> Iterator[str]:
+    """Yields a sentence and a list below it as Markdown, in which nothing of a model's answer is markup."""
+    yield f"{inline(sentence)}."
+    bullets = [f"- {inline(line)}" for line in lines]
+    yield from ("", *bullets) if bullets else ()
+
+
+def inline(text: str) -> str:
+    """Returns text as Markdown that shows it unchanged, in one line."""
+    return re.sub(r"([\\`*_\[\]<>&|~!])", r"\\\1", " ".join(_plain(text).split()))
 
 
 def _short(text: str) -> str:

@@ -111,6 +111,8 @@ class Content:
     gate: str = ""
     verdict: Literal["", "pass", "fail"] = ""
     findings: tuple[Mapping[str, Any], ...] = ()  # as a proof has them: words, ok, warning, fix
+    answered: str = ""  # how many prompts were answered alike, in words
+    differing: tuple[str, ...] = ()  # a line for each of the first prompts that were not
     sensitivity: BlockMap = field(default_factory=dict)  # predicted damage
     outliers: BlockMap = field(default_factory=dict)  # the largest channel over the median one
     bits: BlockMap = field(default_factory=dict)  # bits a weight that were chosen
@@ -121,7 +123,7 @@ class Content:
     provenance: Mapping[str, Any] = field(default_factory=dict)  # recipe, hashes, calibration text
 
     def __post_init__(self) -> None:
-        for name in ("title", "model", "date", "gate", "serve"):
+        for name in ("title", "model", "date", "gate", "answered", "serve"):
             _text(getattr(self, name), name)
         for name in ("noise_floor", "reference_perplexity"):
             if (value := getattr(self, name)) is not None:
@@ -136,8 +138,9 @@ class Content:
             _pairs(getattr(self, name), name)
         for finding in self.findings:
             _pairs(finding, "a finding")
-        for note in self.notes:
-            _text(note, "a note")
+        for name in ("differing", "notes"):
+            for line in getattr(self, name):
+                _text(line, f"a line of {name}")
 
     @property
     def chosen(self) -> FileRow | None:
@@ -163,7 +166,7 @@ class Content:
             raise _wrong("a report has no title", 'add "title"')
         rows = tuple(_row(row) for row in _items(given.get("rows", ()), "rows"))
         memory = given.get("memory")
-        sequences = {name: tuple(_items(given.get(name, ()), name)) for name in ("findings", "notes")}
+        sequences = {name: tuple(_items(given.get(name, ()), name)) for name in ("findings", "differing", "notes")}
         kept = None if memory is None else Memory(**_fields(memory, Memory, "memory"))
         return cls(**{**given, **sequences, "rows": rows, "memory": kept})
 

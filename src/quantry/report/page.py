@@ -24,6 +24,7 @@ def page(content: Content) -> str:
         _sizes(content, figures),
         _quality(content, figures),
         _gate(content),
+        _prompts(content),
         _sensitivity(content, figures),
         _map("Where the bits went", content.bits, figures.get("bits"), "Bits a weight", ".3g"),
         _map("Outlier channels", content.outliers, figures.get("outliers"), OUTLIERS, ".1f"),
@@ -128,6 +129,11 @@ def _gate(content: Content) -> str:
     return section(
         f"Gate {content.gate}".strip(), table(["outcome", "finding"], lines, "words", "What was held against a limit")
     )
+
+
+def _prompts(content: Content) -> str:
+    sentence = f"<p>{escaped(content.answered)}.</p>" if content.answered else ""
+    return section("Your prompts", sentence, bullets(content.differing))
 
 
 def _outcome(finding: Mapping[str, Any]) -> tuple[str, str]:
