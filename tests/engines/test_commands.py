@@ -296,10 +296,10 @@ def test_a_key_is_used_and_never_shown(name: str) -> None:
     [
         ({"port": 0}, "port 0 is not one of 1 to 65535"),
         ({"port": 70_000}, "port 70000"),
-        ({"context": 0}, "context is 0, and must be 1 or more"),
+        ({"context": 0}, "--context is 0; give 1 or more"),
         ({"parallel": -1}, "parallel is -1"),
-        ({"tensor_parallel": 0}, "tensor parallel is 0"),
-        ({"utilization": 1.5}, r"utilization 1.5 is not in \(0, 1\]"),
+        ({"tensor_parallel": 0}, "--tensor-parallel is 0; give 1 or more"),
+        ({"utilization": 1.5}, "utilization 1.5 is not above 0 and up to 1"),
         ({"format": "gguf2"}, "vllm does not load gguf2 .it loads compressed-tensors"),
         ({"kv": "int8"}, "--kv-cache-dtype of vllm .* takes no int8; use auto"),
         ({"dtype": "fp8"}, "--dtype of vllm .* takes no fp8"),

@@ -39,6 +39,29 @@ def check_given(*files: Path | None) -> None:
             raise QuantryError(f"{file} does not exist", fix="check the path")
 
 
+def check_at_least(least: int, **numbers: float | None) -> None:
+    """Raises QuantryError for the number of an option that is below `least`, or no finite number."""
+    from math import isfinite
+
+    from quantry.errors import QuantryError
+
+    for name, value in numbers.items():
+        if value is not None and not (isfinite(value) and value >= least):
+            raise QuantryError(f"--{name.replace('_', '-')} is {value:g}", fix=f"give {least} or more")
+
+
+def check_windows(windows: int, **length: int) -> None:
+    """Raises QuantryError for windows to measure on that are less than none, or too short to score a token."""
+    check_at_least(0, windows=windows)
+    check_at_least(2, **length)
+
+
+def check_calibration(samples: int | None, length: int | None) -> None:
+    """Raises QuantryError for windows to calibrate on that are none or too short."""
+    check_at_least(1, samples=samples)
+    check_at_least(2, length=length)
+
+
 def check_gate(name: str) -> None:
     """Raises UnknownNameError for a gate that does not exist."""
     from quantry.proof.gate import check_use

@@ -20,7 +20,7 @@ from quantry.cli._help import is_narrow, narrow_help
 
 def token_count(text: str) -> int:
     """Reads a number of tokens, also as people write it: 8k is 8,192."""
-    found = re.fullmatch(r"(\d{1,12})\s*([km]?)", str(text).strip().lower())
+    found = re.fullmatch(r"(-?\d{1,12})\s*([km]?)", str(text).strip().lower())
     if found is None:
         raise typer.BadParameter(f"{str(text)[:40]!r} is no number of tokens, such as 8192 or 8k")
     return int(found[1]) << {"": 0, "k": 10, "m": 20}[found[2]]
@@ -29,9 +29,9 @@ def token_count(text: str) -> int:
 TOKENS: dict[str, Any] = {"parser": token_count, "metavar": "TOKENS"}
 
 PromptTokens = Annotated[
-    str, typer.Option(help="Tokens of a prompt: 256, or a distribution as 256,stdev=64,min=16,max=512.")
+    str, typer.Option(help="Tokens of a prompt, 1 or more: 256, or a distribution as 256,stdev=64,min=16,max=512.")
 ]
-AnswerTokens = Annotated[str, typer.Option(help="Tokens of an answer, in the same way.")]
+AnswerTokens = Annotated[str, typer.Option(help="Tokens of an answer, 1 or more, in the same way.")]
 Dataset = Annotated[str | None, typer.Option(help="Prompts from a file (JSON lines, CSV, parquet, text) or a hub id.")]
 Tokenizer = Annotated[
     str | None, typer.Option(help="A folder, .gguf file or hub id to count tokens with; else the server's own.")
@@ -40,7 +40,7 @@ Chat = Annotated[bool, typer.Option("--chat", help="Ask for chats rather than co
 GuidellmPython = Annotated[
     Path | None, typer.Option(help="The python of the environment that guidellm is installed in.")
 ]
-Context = Annotated[int | None, typer.Option(help="Tokens a sequence may reach, such as 8192 or 8k.", **TOKENS)]
+Context = Annotated[int | None, typer.Option(help="Tokens a sequence may reach, 1 or more: 8192 or 8k.", **TOKENS)]
 EnginePython = Annotated[
     Path | None, typer.Option(help="The python of the environment that the engine is installed in.")
 ]
@@ -50,15 +50,17 @@ Checkpoint = Annotated[str, typer.Argument(help="A folder, a hub id (owner/name)
 NewFolder = Annotated[Path, typer.Option("-o", "--output", help="The folder to write; new, empty, or of the same job.")]
 Use = Annotated[str | None, typer.Option("--for", help="What the model is for: {uses}.")]
 Text = Annotated[Path | None, typer.Option(help="A text file to measure on; else the stories of the demo.")]
-Windows = Annotated[int, typer.Option(help="Windows of the text to measure on; 0 for all.")]
-WindowLength = Annotated[int, typer.Option(help="Tokens of a window.")]
+Windows = Annotated[int, typer.Option(help="Windows of the text to measure on, 1 or more; 0 for all.")]
+WindowLength = Annotated[int, typer.Option(help="Tokens of a window, 2 or more.")]
 Gate = Annotated[str, typer.Option(help="What the model is for, which sets the limits: {gates}.")]
 Data = Annotated[
     Path | None,
     typer.Option(help="Text, JSON lines, parquet or a datasets folder to calibrate on; else a built-in text."),
 ]
-Samples = Annotated[int | None, typer.Option(help="Windows to calibrate on; 128 if left out.")]
-SampleLength = Annotated[int | None, typer.Option(help="Tokens of a window to calibrate on; 2048 if left out.")]
+Samples = Annotated[int | None, typer.Option(help="Windows to calibrate on, 1 or more; 128 if left out.")]
+SampleLength = Annotated[
+    int | None, typer.Option(help="Tokens of a window to calibrate on, 2 or more; 2048 if left out.")
+]
 Device = Annotated[str, typer.Option(help="Where to compute: cpu or cuda.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Make it anew, in place of an artefact that is there.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and stop.")]

@@ -30,20 +30,25 @@ def command(
     model: Annotated[str | None, typer.Option(help="Name of the model, where it serves several.")] = None,
     concurrency: Annotated[
         str | None,
-        typer.Option(help="Requests at once, level by level (1,4,16), or sweep to double them while it helps."),
+        typer.Option(
+            help="Requests at once, 1 or more, level by level (1,4,16), or sweep to double them while it helps."
+        ),
     ] = None,
     rate: Annotated[
-        str | None, typer.Option(help="Instead: requests that arrive in a second at random moments (Poisson), 0.5,2.")
+        str | None,
+        typer.Option(help="Instead: requests that arrive in a second at random moments (Poisson), above 0: 0.5,2."),
     ] = None,
     prompt_tokens: PromptTokens = "256",
     answer_tokens: AnswerTokens = "128",
-    requests: Annotated[int | None, typer.Option(help="Requests of a level.")] = None,
-    seconds: Annotated[float | None, typer.Option(help="Seconds of a level; 30 where no requests are given.")] = None,
+    requests: Annotated[int | None, typer.Option(help="Requests of a level, 1 or more.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Seconds of a level, above 0; 30 where no requests are given.")
+    ] = None,
     slo: Annotated[
         list[str] | None,
         typer.Option(help="A limit: ttft_p95=500ms, tpot_p95=50ms, latency_p99=5s, error_rate=1% ... [repeatable]"),
     ] = None,
-    shared_prefix: Annotated[int, typer.Option(help="Tokens that all prompts of a level begin with.")] = 0,
+    shared_prefix: Annotated[int, typer.Option(help="Tokens that all prompts of a level begin with, 0 or more.")] = 0,
     dataset: Dataset = None,
     tokenizer: Tokenizer = None,
     chat: Chat = False,
@@ -55,9 +60,10 @@ def command(
         Path | None, typer.Option(help="The folder or bench.json of another run, to compare with.")
     ] = None,
     guidellm_python: GuidellmPython = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that one request may take.")] = 600.0,
+    timeout: Annotated[float, typer.Option(help="Seconds that one request may take, above 0.")] = 600.0,
     seed: Annotated[
-        int | None, typer.Option(help="Repeats the prompts of a run that had it; a new one for every run if left out.")
+        int | None,
+        typer.Option(help="Repeats the prompts of a run that had it, 0 or more; a new one for every run if left out."),
     ] = None,
     json: Json = False,
 ) -> None:

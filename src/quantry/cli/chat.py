@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quantry.cli._first import check_at_least
 from quantry.engines.contract.options import API_KEY
 
 if TYPE_CHECKING:
@@ -28,9 +29,9 @@ Url = Annotated[str, typer.Argument(help="The server's address.")]
 Model = Annotated[str | None, typer.Option(help="The model to ask; the first that the server lists if left out.")]
 ApiKey = Annotated[str | None, typer.Option(envvar=API_KEY, help="The server's key; better in the environment.")]
 System = Annotated[str | None, typer.Option(help="The system prompt.")]
-MaxTokens = Annotated[int | None, typer.Option(help="Tokens of an answer at most.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Tokens of an answer at most, 1 or more.")]
 Temperature = Annotated[
-    float | None, typer.Option(help="0 always takes the likeliest token; the server's default if left out.")
+    float | None, typer.Option(help="0 or more; 0 always takes the likeliest token; the server's default if left out.")
 ]
 
 
@@ -43,6 +44,8 @@ def command(
     temperature: Temperature = None,
 ) -> None:
     """Talk to a running server and read answers as they are made; /help lists what can be typed."""
+    check_at_least(1, max_tokens=max_tokens)
+    check_at_least(0, temperature=temperature)
     from quantry.serving.client import Server
     from quantry.serving.template import template_warning
 

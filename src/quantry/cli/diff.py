@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantry.cli import _flags as flags
-from quantry.cli._first import check_given, check_present
+from quantry.cli._first import check_given, check_present, check_windows
 from quantry.cli._output import print_result, steps, table
 from quantry.report.sizes import human, nats
 
@@ -38,6 +38,7 @@ def command(
     """Compare two artefacts: how far their predictions are apart, their sizes, and which tensors differ most."""
     check_present(a, b)
     check_given(text)
+    check_windows(windows, length=length)
     from quantry.proof.diff import diff
 
     with steps(quiet=json) as progress:

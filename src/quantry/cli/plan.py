@@ -40,24 +40,26 @@ Model = Annotated[
 Gpu = Annotated[
     str | None, typer.Option("--gpu", help='The machine: "2x RTX 3090", "M2 16GB", "cpu"; this one if left out.')
 ]
-Concurrency = Annotated[int | None, typer.Option(help="Sequences at the same time.")]
+Concurrency = Annotated[int | None, typer.Option(help="Sequences at the same time, 1 or more.")]
 Engine = Annotated[str | None, typer.Option(help="Plan for this engine only: {engines}.")]
 Budget = Annotated[str | None, typer.Option(help="Memory that may be used in all, such as 8GiB.")]
 Suggest = Annotated[
     bool, typer.Option("--suggest", help="Without a model: which well-known models run well on the machine.")
 ]
-Prompt = Annotated[int | None, typer.Option(help="Tokens of a usual prompt.", **flags.TOKENS)]
-Answer = Annotated[int | None, typer.Option(help="Tokens of a usual answer.", **flags.TOKENS)]
-Rate = Annotated[float | None, typer.Option("--requests-per-second", help="Requests a second that must be carried.")]
-Ttft = Annotated[float | None, typer.Option(help="Seconds to the first token, at most.")]
-Tpot = Annotated[float | None, typer.Option(help="Seconds for each further token, at most.")]
-Images = Annotated[int | None, typer.Option(help="Pictures in a prompt.")]
+Prompt = Annotated[int | None, typer.Option(help="Tokens of a usual prompt, 1 or more.", **flags.TOKENS)]
+Answer = Annotated[int | None, typer.Option(help="Tokens of a usual answer, 1 or more.", **flags.TOKENS)]
+Rate = Annotated[
+    float | None, typer.Option("--requests-per-second", help="Requests a second that must be carried, above 0.")
+]
+Ttft = Annotated[float | None, typer.Option(help="Seconds to the first token at most; above 0, up to 3600.")]
+Tpot = Annotated[float | None, typer.Option(help="Seconds for each further token at most; above 0, up to 60.")]
+Images = Annotated[int | None, typer.Option(help="Pictures in a prompt, 1 to 1000.")]
 Prefix = Annotated[
-    int | None, typer.Option("--shared-prefix", help="Tokens of each prompt that all share.", **flags.TOKENS)
+    int | None, typer.Option("--shared-prefix", help="Tokens of each prompt that all share, 1 or more.", **flags.TOKENS)
 ]
 Trace = Annotated[Path | None, typer.Option(help="JSON lines with prompt, answer (tokens) and time (seconds).")]
-Price = Annotated[float | None, typer.Option(help="USD an hour for the machine; the catalogue's if left out.")]
-MaxCost = Annotated[float | None, typer.Option("--max-cost", help="USD an hour that may be spent.")]
+Price = Annotated[float | None, typer.Option(help="USD an hour for the machine, above 0; the catalogue's if left out.")]
+MaxCost = Annotated[float | None, typer.Option("--max-cost", help="USD an hour that may be spent, above 0.")]
 Output = Annotated[
     Path | None, typer.Option("-o", "--output", help="Write the JSON to this file, for `quantry quantize --plan`.")
 ]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantry.cli import _flags as flags
-from quantry.cli._first import check_given, check_models, check_recipe
+from quantry.cli._first import check_calibration, check_given, check_models, check_recipe
 from quantry.cli._output import announce, bar, finish, write_report
 
 if TYPE_CHECKING:
@@ -28,7 +28,9 @@ Gpu = Annotated[
 RecipeFile = Annotated[Path | None, typer.Option(help="A TOML file with a preset and rules by layer.")]
 PlanFile = Annotated[Path | None, typer.Option(help="A plan written by `quantry plan -o`; its best option is taken.")]
 Format = Annotated[str | None, typer.Option(help="The format, one that can hold the preset: {formats}.")]
-Group = Annotated[int | None, typer.Option(help="Weights that share a scale, for presets with groups.")]
+Group = Annotated[
+    int | None, typer.Option(help="Weights that share a scale, for presets with groups: a multiple of 8, 8 to 1024.")
+]
 Rounder = Annotated[str | None, typer.Option(help="{rounders}, instead of the preset's own.")]
 Transform = Annotated[str | None, typer.Option(help="{transforms} before rounding, instead of the preset's own.")]
 Imatrix = Annotated[
@@ -84,6 +86,7 @@ def command(
         preset=preset, format=format, group=group, rounder=rounder, transform=transform, input_scales=input_scales,
         kv=kv,
     )  # fmt: skip
+    check_calibration(samples, length)
     check_given(recipe, plan, data)
     check_models(model)
     from quantry.jobs.quantize import quantize

@@ -30,7 +30,7 @@ def command(
     model: Annotated[str, typer.Argument(help="A folder, a .gguf file, a hub id (owner/name) or demo.")],
     options: dict[str, Any],
     log: Annotated[Path | None, typer.Option(help="File for the engine's log.")] = None,
-    patience: Annotated[float, typer.Option(help="Seconds until it must answer.")] = 1800.0,
+    patience: Annotated[float, typer.Option(help="Seconds until it must answer, above 0.")] = 1800.0,
     show_log: Annotated[bool, typer.Option("--show-log", help="Show the engine's log as it is written.")] = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="Say why each flag is given, and what is outdated.")
@@ -40,7 +40,9 @@ def command(
 ) -> None:
     """Start the engine that suits a model, with the right flags for its version; Ctrl-C stops it."""
     from quantry.serving.prepare import prepare
+    from quantry.serving.process import check_patience
 
+    check_patience(patience)
     prepared = prepare(model, Options(**options))
     if explain and not json:
         _explain(prepared)

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantry.cli import _flags as flags
-from quantry.cli._first import check_gate, check_given, check_models, check_presets, check_scoring_engine
+from quantry.cli._first import (
+    check_calibration,
+    check_gate,
+    check_given,
+    check_models,
+    check_presets,
+    check_scoring_engine,
+    check_windows,
+)
 from quantry.cli._next import tell_next
 from quantry.cli._output import print_result, steps, table
 from quantry.report.sizes import counted
@@ -27,7 +35,9 @@ Output = Annotated[
 ]
 Peers = Annotated[str, typer.Option(help="GGUF files and folders of other tools to measure too, with commas between.")]
 Rounder = Annotated[str | None, typer.Option(help="{rounders}, for all presets that do not name one.")]
-Group = Annotated[int | None, typer.Option(help="The group size of all presets that do not name one.")]
+Group = Annotated[
+    int | None, typer.Option(help="The group size of all presets that do not name one: a multiple of 8, 8 to 1024.")
+]
 Engine = Annotated[
     str | None, typer.Option(help="Measure folders as served too: {verifying}; GGUF always is, in llama.cpp.")
 ]
@@ -56,6 +66,8 @@ def command(
     check_presets(presets)
     check_gate(gate)
     check_scoring_engine(engine)
+    check_calibration(samples, length)
+    check_windows(windows, verify_length=verify_length)
     check_given(text, data)
     check_models(model)
     from quantry.jobs.sweep.sweep import sweep

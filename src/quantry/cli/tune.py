@@ -34,10 +34,12 @@ def command(
     options: dict[str, Any],
     prompt_tokens: PromptTokens = "256",
     answer_tokens: AnswerTokens = "128",
-    concurrency: Annotated[int, typer.Option(help="Requests at once.")] = 4,
-    shared_prefix: Annotated[int, typer.Option(help="Tokens that all prompts begin with, before their own.")] = 0,
+    concurrency: Annotated[int, typer.Option(help="Requests at once, 1 or more.")] = 4,
+    shared_prefix: Annotated[
+        int, typer.Option(help="Tokens that all prompts begin with, before their own; 0 or more.")
+    ] = 0,
     requests: Annotated[
-        int | None, typer.Option(help="Requests of each measurement; 8 for each at once if left out.")
+        int | None, typer.Option(help="Requests of each measurement, 1 or more; 8 for each at once if left out.")
     ] = None,
     dataset: Dataset = None,
     tokenizer: Tokenizer = None,

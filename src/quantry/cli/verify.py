@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantry.cli import _flags as flags
-from quantry.cli._first import check_gate, check_given, check_present, check_scoring_engine
+from quantry.cli._first import (
+    check_at_least,
+    check_gate,
+    check_given,
+    check_present,
+    check_scoring_engine,
+    check_windows,
+)
 from quantry.cli._next import tell_next
 from quantry.cli._output import check_files, print_result, steps, table, write_file
 from quantry.report.ci import answered, differing
@@ -34,7 +41,7 @@ Prompts = Annotated[Path | None, typer.Option(help="JSONL of your own prompts, w
 Tasks = Annotated[
     str | None, typer.Option(help="Tasks of lm-evaluation-harness: names or YAML files, with commas between.")
 ]
-Limit = Annotated[int | None, typer.Option(help="Items of each task; all if left out.")]
+Limit = Annotated[int | None, typer.Option(help="Items of each task, 1 or more; all if left out.")]
 Judge = Annotated[
     str | None, typer.Option(help="An OpenAI endpoint (http://host/v1) that compares answers to the prompts.")
 ]
@@ -46,14 +53,14 @@ Output = Annotated[
     typer.Option("-o", "--output", help="A folder for the verdict; else an artefact of Quantry gets it itself."),
 ]
 Record = Annotated[bool, typer.Option("--record/--no-record", help="Write the verdict, or only print it.")]
-MaxKl = Annotated[float | None, typer.Option(help="Your own limit of the mean KL, such as 0.05.")]
-MinTop1 = Annotated[float | None, typer.Option(help="Your own limit of the same first tokens, such as 0.95.")]
+MaxKl = Annotated[float | None, typer.Option(help="Your own limit of the mean KL, 0 or more, such as 0.05.")]
+MinTop1 = Annotated[float | None, typer.Option(help="Your own limit of the same first tokens, 0 to 1, such as 0.95.")]
 MaxPerplexityRatio = Annotated[
-    float | None, typer.Option(help="Your own limit of the perplexity against the 16-bit model's, such as 1.05.")
+    float | None, typer.Option(help="Your own limit of the perplexity against the 16-bit model's, 0 or more: 1.05.")
 ]
 Junit = Annotated[Path | None, typer.Option(help="Write the findings as JUnit XML, for CI.")]
 Markdown = Annotated[Path | None, typer.Option(help="Write the verdict as Markdown, for a job's summary.")]
-MaxTokens = Annotated[int, typer.Option(help="Tokens of an answer to a prompt.")]
+MaxTokens = Annotated[int, typer.Option(help="Tokens of an answer to a prompt, 1 or more.")]
 
 
 def command(
@@ -86,6 +93,8 @@ def command(
     """Measure what was lost, on the written bytes and in the engine; exit code 1 if the gate fails."""
     check_gate(gate)
     check_scoring_engine(engine)
+    check_windows(windows, length=length)
+    check_at_least(1, limit=limit, max_tokens=max_tokens)
     check_given(text, prompts)
     check_present(artefact, reference)
     check_files(file for file in (junit, markdown) if file)

@@ -61,6 +61,8 @@ def verify(
         _path(engine_python), gate, windows, length, max_tokens, device,
         own_limits(max_kl=max_kl, min_top1=min_top1, max_perplexity_ratio=max_perplexity_ratio),
     )  # fmt: skip
+    if limit is not None and limit < 1:
+        raise QuantryError(f"--limit is {limit}", fix="give 1 or more, or leave it out for all")
     folder = _path(output)
     if folder is not None and not record:
         raise QuantryError("--no-record leaves nothing to write with -o", fix="leave one of them out")

@@ -101,9 +101,9 @@ def _check_ranges(asked: LoadOptions) -> None:
         value = getattr(asked, name.replace("-", "_"))
         whole = isinstance(most, int)
         if value is not None and not (1 <= value <= most if whole else 0 < value <= most):
-            least = "1" if whole else "above 0"
+            span = f"1 to {most:,}" if whole else f"above 0 and up to {most:,.0f}"
             given = f"{value:,}" if whole else f"{value:g}"
-            raise QuantryError(f"--{name} {given} is not {least} to {most:,}", fix=f"give --{name} a positive number")
+            raise QuantryError(f"--{name} {given} is not {span}", fix="give a number in that range, or leave it out")
 
 
 def _lengths(model: str, longest: int | None, use: Use, asked: LoadOptions, images: int) -> tuple[int, int, int]:

@@ -20,7 +20,7 @@ from quantry.models.identity import identity
 from quantry.serving import container
 from quantry.serving.embedded import END
 from quantry.serving.fit import fitted
-from quantry.serving.process import PATIENCE, Launch, Running, check_port, free_port, start
+from quantry.serving.process import PATIENCE, Launch, Running, check_patience, check_port, free_port, start
 from quantry.serving.select import Installed, ServedModel, find_engine, in_image, lacking, open_model, select
 from quantry.serving.vocabulary import check_draft
 from quantry.storage import home
@@ -115,6 +115,7 @@ def serve(
         with quantry.serve("demo", port=0) as server:
             print(server.url, server.model)
     """
+    check_patience(patience)
     prepared = prepare(model, Options(**options))
     prepared.check_installed()
     return start(prepared.launch, log=log, stream=stream, patience=patience, tell=tell)

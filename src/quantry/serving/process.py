@@ -230,6 +230,7 @@ def start(
     Runs the steps before and after it on this machine as well; `tell` gets a line before each. Raises EngineError if
     the engine or a step ends with an error, or the engine does not answer in `patience` seconds.
     """
+    check_patience(patience)
     check_port(launch.host, launch.port)
     folder = _folder(log, launch)
     file = log or folder / "engine.log"
@@ -251,6 +252,12 @@ def start(
         running.stop()
         raise
     return running
+
+
+def check_patience(seconds: float) -> None:
+    """Raises QuantryError for a patience that no engine can meet."""
+    if not 0 < seconds < float("inf"):
+        raise QuantryError(f"a patience of {seconds:g} seconds", fix="give seconds above 0, such as 600")
 
 
 def check_port(host: str, port: int) -> None:

@@ -17,7 +17,7 @@ HERE, HEAD, WORKER = "here", "head", "worker"  # where a step is run
 PORTS = range(1, 65536)
 COUNTS = (
     "context", "parallel", "batch_tokens", "draft_tokens", "threads", "cache_gib", "tensor_parallel",
-    "pipeline_parallel", "replicas", "nodes",
+    "pipeline_parallel", "replicas", "nodes", "offload_layers",
 )  # fmt: skip
 THREADS = "OMP_NUM_THREADS="  # of OpenMP, in every engine that computes with it
 HIDDEN = "***"  # stands for a secret wherever a command is shown
@@ -144,15 +144,17 @@ def check(serving: Serving) -> None:
         raise RecipeError(f"port {serving.port} is not one of 1 to 65535", fix="leave --port out for the usual one")
     for name in COUNTS:
         value = getattr(serving, name)
-        if value is not None and value < 1:
-            problem = f"{name.replace('_', ' ')} is {value}, and must be 1 or more"
-            raise RecipeError(problem, fix="give a positive number")
+        least = 0 if name == "offload_layers" else 1
+        if value is not None and value < least:
+            raise RecipeError(f"--{name.replace('_', '-')} is {value}", fix=f"give {least} or more")
     if serving.draft_tokens is not None and serving.speculative is None:
         raise RecipeError(
             f"{serving.draft_tokens} draft tokens, and nothing that drafts", fix="give --draft or --lookup"
         )
     if serving.utilization is not None and not 0 < serving.utilization <= 1:
-        raise RecipeError(f"utilization {serving.utilization:g} is not in (0, 1]", fix="give a share, such as 0.9")
+        raise RecipeError(
+            f"utilization {serving.utilization:g} is not above 0 and up to 1", fix="give a share, such as 0.9"
+        )
     refuse(serving, **facts.lacks)
 
 

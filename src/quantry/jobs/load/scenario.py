@@ -137,9 +137,10 @@ class Load:
         """Returns itself. Raises QuantryError if a number is out of range or a data set cannot be used."""
         for name, value in (("requests", self.requests), ("seconds", self.seconds), ("timeout", self.timeout)):
             if value is not None and not 0 < value < float("inf"):
-                raise QuantryError(f"{name} is {value:g}", fix="give a number above 0")
-        if self.shared_prefix < 0:
-            raise QuantryError(f"a shared prefix of {self.shared_prefix} tokens", fix="give 0 or more")
+                raise QuantryError(f"--{name} is {value:g}", fix="give a number above 0")
+        for name, value in (("shared-prefix", self.shared_prefix), ("seed", self.seed)):
+            if not 0 <= value < SEEDS:
+                raise QuantryError(f"--{name} is {value}", fix=f"give 0 to {SEEDS - 1:,}")
         if self.dataset is not None and self.shared_prefix:
             raise QuantryError("a data set and a shared prefix exclude each other", fix="put the prefix into the data")
         if self._file_type and self.dataset and not Path(self.dataset).is_file():

@@ -91,7 +91,8 @@ def tune(
     Raises QuantryError if an option is wrong, guidellm is missing, or the default cannot be served.
     """
     options = {name: value for name, value in serving.items() if value is not None}
-    _check(concurrency, requests, slo or {}, options, output)
+    _check_numbers(concurrency=concurrency, requests=requests, shared_prefix=shared_prefix)
+    _check(slo or {}, options, output)
     python = guidellm_process.find_python(guidellm_python)
     prepared = prepare(artefact, Options(**options, port=0))
     lengths = Lengths.of(prompt_tokens, "--prompt-tokens"), Lengths.of(answer_tokens, "--answer-tokens")
@@ -114,12 +115,14 @@ def tune(
     return _written(result, output) if output else result
 
 
-def _check(
-    concurrency: int, requests: int | None, slo: Mapping[str, float], options: Mapping[str, Any], output: Path | None
-) -> None:
-    for name, value in (("concurrency", concurrency), ("requests", requests)):
-        if value is not None and value < 1:
-            raise QuantryError(f"{name} is {value}", fix="give a number above 0")
+def _check_numbers(**numbers: int | None) -> None:
+    for name, value in numbers.items():
+        least = 0 if name == "shared_prefix" else 1
+        if value is not None and value < least:
+            raise QuantryError(f"--{name.replace('_', '-')} is {value}", fix=f"give {least} or more")
+
+
+def _check(slo: Mapping[str, float], options: Mapping[str, Any], output: Path | None) -> None:
     check_limits(slo)
     if excluded := [name for name in OWN if name in options]:
         raise QuantryError(f"tune chooses {excluded[0]} for its servers", fix=f"leave {excluded[0]} out")
