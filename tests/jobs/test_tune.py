@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from quantry.jobs.load.slo import judge
 from quantry.jobs.load.switches import NAMES, Change, Switches, serve_words
 from quantry.jobs.load.trials import read_proof
 from quantry.jobs.load.tune import Tuned, tune
+from quantry.jobs.load.tune_page import tune_page
 from quantry.quantizing import card
 from quantry.serving.prepare import serve
 from quantry.storage import write_together
@@ -148,6 +150,8 @@ def test_what_is_written_and_shown(found: Tuned) -> None:
     assert told == json.loads(json.dumps(found.to_dict()))
     assert told["trials"][0]["level"]["output_tokens_per_second"] == found.trials[0].speed
     assert (found.path / "default.log").read_text()
+    assert (found.path / "tune.html").read_text() == tune_page(found)
+    assert found.hardware
     shown = [str(item) for item in picture(found) if not hasattr(item, "add_row")]
     assert shown[-1].startswith(f"serve with: {found.chosen}, ")
 
@@ -485,3 +489,50 @@ def test_bad_input_is_refused_before_a_server_starts(
     assert said in " ".join(done.stderr.split())
     assert done.returncode == 2
     assert not done.stdout
+
+
+# ---- the page ----
+
+
+def judged(*trials: Trial, chosen: str | None, **more: Any) -> Tuned:
+    runs = [trials[0], replace(trials[0], name="default again", level=measured(98.5))]
+    load = {"prompt_tokens": "256", "answer_tokens": "128", "concurrency": (2,), "requests": 16, "dataset": None}
+    whole = Tuned(
+        artefact="models/demo", engine="llama.cpp", version="b9000", context=512, date="2026-01-01 00:00 UTC", load=load,
+        slo={}, proof=PASSED, noise=0.015, trials=choice.judge_trials(trials, runs), again=runs[1], chosen=chosen,
+        why="+20% against the default", command=("quantry", "serve", "models/demo", "--parallel", "2"), notes=(),
+        versions={"quantry": "1"}, hardware="EPYC 7000, 64 cores, 256.0 GiB",
+    )  # fmt: skip
+    return replace(whole, **more)
+
+
+def test_the_page_has_every_setting_and_what_to_serve_with() -> None:
+    evil = "<script>alert(1)</script>"
+    lost = Trial(evil, (kv("q9"),), PASSED, problem="takes no q9")
+    text = tune_page(
+        judged(
+            trial("default", 100), trial("parallel 2", 1234.5, TWO, ttft=43.21), lost, chosen="parallel 2",
+            notes=(evil,),
+        )
+    )  # fmt: skip
+    assert "<script" not in text
+    assert text.count("<svg") == 2, "one picture, wide and narrow"
+    assert "<code>quantry serve models/demo --parallel 2</code>" in text
+    assert "llama.cpp b9000 · EPYC 7000, 64 cores, 256.0 GiB · 2026-01-01" in text
+    found = re.findall(r'<tr[^>]*><th scope="row">(.*?)</th>(.*?)</tr>', text)
+    assert [cells.count("<td>") for _, cells in found] == [11, 11, 11, 11, 1], "every setting, and an objection"
+    rows = dict(found)
+    assert {"default", "default again", "parallel 2"} <= set(rows)
+    assert rows["parallel 2"].startswith("<td>1,234</td><td>+1144%</td><td>43.21 ms</td>")
+    assert '<tr class="chosen"><th scope="row">parallel 2</th>' in text
+    assert "takes no q9" in text
+    assert "parallel 2, in colour, is recommended." in text
+
+
+def test_a_page_without_a_setting_that_keeps_the_limits() -> None:
+    limits = {"ttft_p95": 60.0}
+    slow = trial("default", 100, slo=limits, ttft=80.0)
+    text = tune_page(judged(slow, chosen=None, why="no setting keeps the limits", command=(), slo=limits))
+    assert '<span class="badge fail">no setting keeps the limits</span>' in text
+    assert "breaks the limits" in text
+    assert 'class="command"' not in text

@@ -62,7 +62,7 @@ def command(
     ] = None,
     guidellm_python: GuidellmPython = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Folder for tune.json and the engines' logs.")
+        Path | None, typer.Option("-o", "--output", help="Folder for tune.json, tune.html and the engines' logs.")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -96,13 +96,14 @@ def picture(tuned: "Tuned") -> list["RenderableType"]:
     source = f"prompts of {load['dataset']}, " if load["dataset"] else ""
     lines: list[RenderableType] = [
         Text(f"{Path(tuned.artefact).name} on {tuned.engine} {tuned.version}", "bold"),
+        *([Text(tuned.hardware, "dim")] if tuned.hardware else []),
         Text(f"{source}{shape}, {counted(load['requests'], 'request')}; context {tuned.context}", "dim"),
         _table(tuned),
     ]
     lines += [Text(f"{trial.name}: {trial.objection}", "yellow") for trial in tuned.trials if trial.objection]
     lines += [Text(note, "dim") for note in tuned.notes]
     if tuned.path:
-        lines.append(Text(f"wrote {tuned.path / 'tune.json'}"))
+        lines.append(Text(f"wrote {tuned.path}: tune.json, tune.html"))
     style = "bold green" if tuned.chosen else "bold red"
     return [*lines, Text(f"serve with: {tuned.chosen}, {tuned.why}" if tuned.chosen else tuned.why, style)]
 

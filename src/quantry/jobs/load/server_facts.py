@@ -19,7 +19,7 @@ def server_facts(server: Endpoint) -> dict[str, str]:
             facts = {"engine": engine, **_version(content[name])}
             break
     if is_loopback(urlsplit(server.root).hostname or ""):
-        facts["hardware"] = _this_machine()
+        facts["hardware"] = this_machine()
     return facts
 
 
@@ -29,7 +29,8 @@ def _version(text: str) -> dict[str, str]:
     return {} if "unknown" in plain or not plain else {"version": plain}
 
 
-def _this_machine() -> str:
+def this_machine() -> str:
+    """Names the processor or accelerator of this machine, its cores and its memory."""
     from quantry.devices.detect import detect
     from quantry.report.sizes import counted, human
 

@@ -19,16 +19,18 @@ from quantry.jobs.load import choice, guidellm_process, prompts
 from quantry.jobs.load.bench import check_output
 from quantry.jobs.load.choice import ArtefactProof, Recommendation, Trial
 from quantry.jobs.load.scenario import Lengths, new_seed
+from quantry.jobs.load.server_facts import this_machine
 from quantry.jobs.load.slo import check_limits
 from quantry.jobs.load.switches import SPECULATION, Switches
 from quantry.jobs.load.trials import TrialRunner, read_proof, run_trials
 from quantry.jobs.output_folder import write_json, writing
 from quantry.serving.prepare import ServerPlan, prepare
+from quantry.storage import write_atomically
 from quantry.types import Progress
 
 CONCURRENCY = 4
 EACH = 8  # requests per stream, by default
-NOTE = "tune.json"
+NOTE, PAGE = "tune.json", "tune.html"
 OWN = ("port", "host", "api_key")  # of Options: tune sets them itself
 
 
@@ -52,6 +54,7 @@ class Tuned:
     command: tuple[str, ...]  # to serve with
     notes: tuple[str, ...]
     versions: Mapping[str, str] = field(default_factory=dict)
+    hardware: str = ""  # the machine that it was measured on
     path: Path | None = None
 
     @property
@@ -86,7 +89,7 @@ def tune(
 
     `switches` are names of switches.NAMES, with a value to try only that (`parallel=8`); None tries all that the engine
     has and the load can show. `others` are artefacts of the same model to try instead of this one. `serving` are fields
-    of `serving.Options` for all servers. tune.json and the engines' logs go into the folder `output`.
+    of `serving.Options` for all servers. tune.json, tune.html and the engines' logs go into the folder `output`.
 
     Raises QuantryError if an option is wrong, guidellm is missing, or the default cannot be served.
     """
@@ -199,11 +202,15 @@ def _tuned(runner: TrialRunner, prepared: ServerPlan, runs: Sequence[Trial], rec
         command=chosen.command if chosen else (),
         notes=tuple(_notes(runner, proof, recommendation, runs[0])),
         versions={"quantry": __version__},
+        hardware=this_machine(),
     )
 
 
 def _written(result: Tuned, output: Path) -> Tuned:
+    from quantry.jobs.load.tune_page import tune_page  # matplotlib
+
     whole = replace(result, path=output)
     with writing(output):
         write_json(output / NOTE, whole.to_dict())
+        write_atomically(output / PAGE, tune_page(whole).encode())
     return whole
