@@ -32,6 +32,7 @@ from quantry.jobs.load.page import page
 from quantry.jobs.load.results import Level, Spread, level_of
 from quantry.jobs.load.scenario import Lengths, Profile
 from quantry.jobs.load.slo import LIMITS, judge, parse_limit
+from quantry.report.sizes import short
 from quantry.serving.prepare import serve
 from shared import recorded
 
@@ -240,9 +241,10 @@ def test_the_page_has_every_figure(found: Bench) -> None:
     assert reader.tags.count("svg") == 6, "three plots, each wide and narrow"
     for one in found.levels:
         assert one.ttft is not None
-        assert f"{one.ttft.p95:.4g} ms" in text
-        assert f"{one.output_tokens_per_second:.4g}" in text
+        assert f"{short(one.ttft.p95)} ms" in text
+        assert f"<td>{short(one.output_tokens_per_second)}</td>" in text
     assert "does not keep the limits" in text
+    assert ("tok/s" in text, "tokens/s" in text, "tokens a second" in text.lower()) == (True, False, False)
     hostile = replace(found, model="<script>alert(1)</script>", notes=("<b>x</b>",))
     assert "<script" not in page(hostile)
     assert "<b>x</b>" not in page(hostile)
@@ -274,7 +276,7 @@ def make(**changed: Any) -> Level:
 def test_a_limit_is_kept_at_its_own_value(name: str, bar: float, ok: bool) -> None:
     (finding,) = judge([make()], {name: bar})
     assert finding.ok is ok
-    assert ("not " in finding.words) is not ok
+    assert (", within the limit of " in finding.words) is ok
 
 
 def test_what_was_not_measured_keeps_no_limit() -> None:

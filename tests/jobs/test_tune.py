@@ -27,6 +27,7 @@ from quantry.jobs.load.trials import read_proof
 from quantry.jobs.load.tune import Tuned, tune
 from quantry.jobs.load.tune_page import tune_page
 from quantry.quantizing import card
+from quantry.report.sizes import percent
 from quantry.serving.prepare import serve
 from quantry.storage import write_together
 from shared import recorded
@@ -125,7 +126,7 @@ def test_prompts_with_a_changing_head_are_noticed(found: Tuned) -> None:
     assert hits is not None
     assert hits < 0.1
     assert found.notes[0].startswith("the prompts break the prefix cache: they share 9")
-    assert f"the hit rate was {hits:.1%}; move what changes" in found.notes[0]
+    assert f"the hit rate was {percent(hits)}; move what changes" in found.notes[0]
 
 
 def test_the_command_serves_what_was_recommended(found: Tuned) -> None:
@@ -280,7 +281,7 @@ OTHER = Change("artefact", "w4", model="w4")
 def test_the_fastest_is_chosen_with_its_gain() -> None:
     got = choose(trial("default", 100), trial("parallel 2", 120, TWO), trial("kv q8_0", 110, kv("q8_0")))
     assert got.chosen == "parallel 2"
-    assert got.why.startswith("+20% against the default: 120.0 tokens a second")
+    assert got.why.startswith("+20% against the default: 120 tok/s")
 
 
 def test_a_gain_within_the_noise_is_none() -> None:
@@ -302,12 +303,12 @@ def test_the_limits_are_kept() -> None:
     slow = trial("parallel 2", 150, TWO, slo=limits, ttft=80.0)
     got = choose(trial("default", 100, slo=limits), slow)
     assert got.chosen == "default"
-    assert "ttft p95 80 ms, not at most 60 ms" in got.trials[1].objection
+    assert "ttft p95 80 ms, over the limit of 60 ms" in got.trials[1].objection
     rescued = choose(trial("default", 100, slo=limits, ttft=70.0), trial("kv q8_0", 80, kv("q8_0"), slo=limits))
     assert rescued.chosen == "kv q8_0", "slower, and the only one that keeps them"
     none = choose(trial("default", 100, slo=limits, ttft=70.0), slow)
     assert none.chosen is None
-    assert none.why.startswith("no setting keeps the limits; the fastest, parallel 2: ")
+    assert none.why.startswith("no setting keeps the limits; the fastest is parallel 2: ")
 
 
 def test_what_is_chosen_is_borne_out_by_a_second_run() -> None:
@@ -320,10 +321,8 @@ def test_what_is_chosen_is_borne_out_by_a_second_run() -> None:
 
     assert objection(trial("s", 105, TWO, slo=limits)) == ""
     assert choice.confirm(faster, trial("s", 105, TWO), runs).second == 105
-    assert objection(trial("s", 104, TWO)).startswith(
-        "two runs gave 120.0 and 104.0 tokens a second, the default up to 104.0"
-    )
-    assert "not at most 60 ms" in objection(trial("s", 120, TWO, slo=limits, ttft=70.0))
+    assert objection(trial("s", 104, TWO)).startswith("two runs gave 120 and 104 tok/s, and the default up to 104")
+    assert "over the limit of 60 ms" in objection(trial("s", 120, TWO, slo=limits, ttft=70.0))
     assert "3 of 10 requests failed" in objection(trial("s", 120, TWO, errors=3, completed=7))
     assert "no room" in objection(Trial("s", (TWO,), PASSED, problem="no room"))
     late = [trial("default", 130, slo=limits, ttft=70.0)] * 2
@@ -334,7 +333,7 @@ def test_a_default_that_breaks_a_limit_once_does_not_keep_it() -> None:
     limits = {"ttft_p95": 60.0}
     default = trial("default", 100, slo=limits)
     got = choice.judge_trials([default], [default, trial("again", 100, slo=limits, ttft=70.0)])
-    assert "not at most 60 ms" in got[0].objection
+    assert "over the limit of 60 ms" in got[0].objection
 
 
 def test_a_setting_that_loses_requests_is_not_chosen() -> None:
@@ -361,7 +360,7 @@ def test_a_cache_that_rounds_needs_a_proof(kind: str, proven: ArtefactProof, cho
     got = choose(trial("default", 100), trial("kv", 150, kv(kind), proven=proven))
     assert (got.chosen == "kv") is chosen
     assert bool(got.trials[1].objection) is not chosen
-    said = any("the proof is of a 16-bit cache" in note for note in got.notes)
+    said = any("the proof used a 16-bit cache" in note for note in got.notes)
     assert said is (chosen and kind != "bf16" and proven.kv is None)
 
 
@@ -396,7 +395,7 @@ def test_what_is_made_together() -> None:
 def test_the_prefix_cache_is_shown_with_its_figures() -> None:
     off = Change("prefix-cache", "off", {"prefix_cache": False})
     got = choose(trial("default", 100, prefix_hit_rate=0.7), trial("no prefix-cache", 50, off))
-    assert "the prefix cache (hit rate 70%) gives 2.00 times the tokens a second" in got.notes
+    assert "the prefix cache (hit rate 70%) gives 2.00 times the tok/s" in got.notes
 
 
 # ---- what is asked ----

@@ -8,7 +8,7 @@ import typer
 from quantry.cli._flags import AnswerTokens, Chat, Dataset, GuidellmPython, Json, PromptTokens, Tokenizer
 from quantry.cli._output import print_result, steps, table
 from quantry.engines.contract.options import API_KEY
-from quantry.report.sizes import short
+from quantry.report.sizes import percent, short
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -176,4 +176,4 @@ def _engine(level: "Level") -> list[str]:
     if level.engine is None:
         return [""] * 3
     rates = (level.engine.prefix_hit_rate, level.engine.acceptance_rate, level.engine.kv_usage)
-    return ["" if rate is None else f"{rate:.1%}" for rate in rates]
+    return ["" if rate is None else percent(rate) for rate in rates]

@@ -127,7 +127,7 @@ def _gate(content: Content) -> str:
         for style, word in [_outcome(finding)]
     ]
     return section(
-        f"Gate {content.gate}".strip(), table(["outcome", "finding"], lines, "words", "What was held against a limit")
+        f"Gate {content.gate}".strip(), table(["outcome", "finding"], lines, "words", "What was compared with a limit")
     )
 
 

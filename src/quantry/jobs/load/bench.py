@@ -47,7 +47,7 @@ class Bench:
     slo: Mapping[str, float]
     findings: tuple[SloFinding, ...]
     verdict: str  # pass or fail; empty without limits and failures
-    best: str | None  # the level with the most tokens per second that passes every limit and failed no request
+    best: str | None  # the level with the most tok/s that passes every limit and failed no request
     notes: tuple[str, ...]
     versions: Mapping[str, str] = field(default_factory=dict)
     server: Mapping[str, str] = field(default_factory=dict)  # engine, version and hardware, as far as they are known
@@ -197,8 +197,8 @@ def _check_answered(server: Endpoint, levels: Sequence[Level]) -> None:
     first = levels[0]
     problem = first.problem or f"no answer was complete after {first.seconds:.0f} s"
     raise QuantryError(
-        f"{server.root} answered none of {first.errors + first.unfinished} requests: {problem}",
-        fix="check that prompt and answer fit the context, or give it more --seconds",
+        f"{server.root} answered none of {counted(first.errors + first.unfinished, 'request')}: {problem}",
+        fix="check that prompt and answer fit the context, or allow more --seconds",
     )
 
 
@@ -250,11 +250,11 @@ def _notes(levels: Sequence[Level], load: Load, *, repeated: bool) -> Iterator[s
             yield f"{level.name}: no request was answered in full within {level.seconds:.0f} s"
         yield from (f"{level.name}: {warning}" for warning in level.warnings)
     if levels and not any(level.engine for level in levels):
-        yield "the server has no metrics page that is known: no cache or acceptance rates"
+        yield "the server has no metrics page that Quantry can read, so cache and acceptance rates are missing"
     if load.dataset is not None:
-        yield "prompts of a data set come again in every level: a prefix cache may know them"
+        yield "every level sends the same prompts of the data set, which a prefix cache may hold already"
     elif repeated:
-        yield f"the prompts are those of seed {load.seed}: a server that had them before answers from its cache"
+        yield f"the prompts are those of seed {load.seed}: a server that has seen them answers from its cache"
 
 
 def _written(result: Bench, output: Path) -> Bench:

@@ -2,7 +2,7 @@
 
 A setting qualifies if it keeps the limits, if no more requests fail than by default, and if its quality was checked: a
 rounded KV cache and another artefact need the verdict of `quantry verify`, speculation an acceptance of 0.6. The
-fastest in tokens per second is recommended; but a setting with fewer changes is preferred if the difference is within
+fastest in tok/s is recommended; but a setting with fewer changes is preferred if the difference is within
 that of two runs of one setting. A setting recommended for its speed is measured once more, and must be faster than the
 default both times.
 """
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from quantry.jobs.load.results import Level
 from quantry.jobs.load.slo import SloFinding
 from quantry.jobs.load.switches import ARTEFACT, KV, PREFIX, SPECULATION, Change
+from quantry.report.sizes import percent, short
 
 PAYS = 0.6  # acceptance from which speculation pays: below, checking wrong guesses costs what right ones gain
 LEAST = 0.03  # a smaller gain counts as none, however close two runs were
@@ -46,8 +47,8 @@ class Trial:
     findings: tuple[SloFinding, ...] = ()
     kv_cache_bytes: int | None = None
     problem: str = ""  # why there are no figures
-    gain: float | None = None  # in tokens per second, relative to the default
-    second: float | None = None  # tokens per second of a second run, if it was recommended
+    gain: float | None = None  # in tok/s, relative to the default
+    second: float | None = None  # tok/s of a second run, if it was recommended
     objection: str = ""
     command: tuple[str, ...] = ()
 
@@ -100,8 +101,8 @@ def confirm(trial: Trial, second: Trial, runs: Sequence[Trial]) -> Trial:
     usual = max(run.speed for run in runs)
     default_qualifies = not any(_broken(run) for run in runs)  # otherwise the trial is not recommended for its speed
     if not objection and default_qualifies and min(trial.speed, second.speed) <= usual:
-        speeds = f"{trial.speed:.1f} and {second.speed:.1f} tokens a second"
-        objection = f"two runs gave {speeds}, the default up to {usual:.1f}: not faster for certain"
+        speeds = f"{short(trial.speed)} and {short(second.speed)} tok/s"
+        objection = f"two runs gave {speeds}, and the default up to {short(usual)}: it may not be faster"
     return replace(trial, second=second.speed, objection=objection)
 
 
@@ -127,7 +128,7 @@ def choose(trials: Sequence[Trial], runs: Sequence[Trial]) -> Recommendation:
     notes = tuple(_notes(trials, runs))
     if not qualified:
         fastest = max(trials, key=lambda trial: (trial.level is not None, trial.speed))
-        why = f"no setting keeps the limits; the fastest, {fastest.name}: {fastest.objection}"
+        why = f"no setting keeps the limits; the fastest is {fastest.name}: {fastest.objection}"
         return Recommendation(tuple(trials), None, why, notes)
     best = max(qualified, key=lambda trial: trial.speed)
     close = [trial for trial in qualified if trial.speed * (1 + bar) >= best.speed]
@@ -173,9 +174,8 @@ def _rounding(dtype: str, proof: ArtefactProof) -> str:
     if not proof.passed:
         return f"a {dtype} cache rounds keys and values, and the artefact {verdict(proof)}"
     if _bits(dtype) < CLOSE:
-        return (
-            f"a {dtype} cache has {_bits(dtype)} bits, and from {CLOSE} on it costs next to nothing: test your own task"
-        )
+        bits = f"a {dtype} cache has {_bits(dtype)} bits"
+        return f"{bits}, and only {CLOSE} or more cost next to nothing: test it on your own task"
     return ""
 
 
@@ -193,29 +193,29 @@ def _bits(dtype: str) -> int:
 
 def _low_acceptance(acceptance: float | None) -> str:
     if acceptance is None:
-        return "the engine reports no guesses: speculation has to show an acceptance"
+        return "the engine does not report how many guesses were right, so speculation cannot be judged"
     if acceptance < PAYS:
-        return f"{acceptance:.0%} of the guesses were right, and speculation pays from {PAYS:.0%}"
+        return f"{percent(acceptance)} of the guesses were right, and speculation pays from {percent(PAYS)}"
     return ""
 
 
 def _why(chosen: Trial, best: Trial, bar: float) -> str:
     assert chosen.level
-    figures = f"{chosen.speed:.1f} tokens a second"
+    figures = f"{short(chosen.speed)} tok/s"
     named = (("the first token", chosen.level.ttft), ("each token after", chosen.level.tpot))
-    times = [f"{words} {spread.p95:.4g} ms" for words, spread in named if spread]
+    times = [f"{words} {short(spread.p95)} ms" for words, spread in named if spread]
     shown = f"{figures}, p95 of {' and '.join(times)}" if times else figures
     if chosen.gain is None or not chosen.changes:
         if best is chosen:
             return f"no change is faster than the default: {shown}"
-        return f"no change is faster by more than {bar:.0%}, which two runs can differ by: {shown}"
-    return f"{chosen.gain:+.0%} against the default: {shown}"
+        return f"no change is faster by more than {percent(bar)}, as much as two runs may differ: {shown}"
+    return f"{percent(chosen.gain, '+')} against the default: {shown}"
 
 
 def _notes(trials: Sequence[Trial], runs: Sequence[Trial]) -> list[str]:
     spread = noise(runs)
-    noisy = [f"two runs of the default differ by {spread:.0%}: measure more requests"] if spread > 2 * LEAST else []
-    return [*noisy, *(words for trial in trials if (words := _note(trial, runs[0])))]
+    noisy = f"two runs of the default differ by {percent(spread)}: measure with more --requests"
+    return [*([noisy] if spread > 2 * LEAST else []), *(words for trial in trials if (words := _note(trial, runs[0])))]
 
 
 def _note(trial: Trial, usual: Trial) -> str | None:
@@ -225,13 +225,12 @@ def _note(trial: Trial, usual: Trial) -> str | None:
     change, acceptance = trial.changes[0], trial.engine("acceptance_rate")
     if change.switch == PREFIX and trial.speed:
         hits = usual.engine("prefix_hit_rate")
-        rate = "" if hits is None else f" (hit rate {hits:.0%})"
-        return f"the prefix cache{rate} gives {usual.speed / trial.speed:.2f} times the tokens a second"
+        rate = "" if hits is None else f" (hit rate {percent(hits)})"
+        return f"the prefix cache{rate} gives {usual.speed / trial.speed:.2f} times the tok/s"
     if change.switch in SPECULATION and acceptance is not None:
         times = trial.speed / usual.speed
-        return f"{trial.name}: {acceptance:.0%} of the guesses were right, {times:.2f} times the tokens a second"
+        return f"{trial.name}: {percent(acceptance)} of the guesses were right, {times:.2f} times the tok/s"
     if change.switch == KV and not trial.objection and change.value not in EXACT and trial.proof.kv is None:
         bits = _bits(change.value)
-        usual_cost = f"one of {bits} bits costs under 0.3 % of perplexity as a rule"
-        return f"{trial.name}: the proof is of a 16-bit cache; {usual_cost}"
+        return f"{trial.name}: the proof used a 16-bit cache; {bits} bits usually cost less than 0.3% of perplexity"
     return None

@@ -116,7 +116,9 @@ def check_version(version: str) -> None:
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if not low <= numbers < high:
         first, last = (".".join(map(str, bound)) for bound in SUPPORTED)
-        raise QuantryError(f"guidellm {version} is not {first} or newer, before {last}", fix=INSTALL)
+        raise QuantryError(
+            f"guidellm {version} is installed, and Quantry needs {first} or newer, below {last}", fix=INSTALL
+        )
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from quantry.jobs.load.results import Level, Spread
 from quantry.report.drawing import NARROW, SMALL, WIDE, Plot, one_axes, spare
 from quantry.report.ink import light, settings
 from quantry.report.markup import bullets, document, escaped, figure, nested, row, section, table, tiles
+from quantry.report.sizes import percent, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,8 +56,8 @@ def _where(result: Bench) -> str:
 
 def _tiles(best: Level, limited: bool) -> str:
     figures = [
-        (f"{best.output_tokens_per_second:.4g}", "tokens a second"),
-        (f"{best.requests_per_second:.3g}", "requests a second"),
+        (short(best.output_tokens_per_second), "tok/s"),
+        (short(best.requests_per_second), "requests/s"),
         (_ms(best.ttft, "p95"), "first token, p95"),
         (_ms(best.tpot, "p95"), "each token after, p95"),
     ]
@@ -66,7 +67,7 @@ def _tiles(best: Level, limited: bool) -> str:
 
 def _levels(result: Bench) -> str:
     columns = [
-        "level", "answered", "errors", "unfinished", "requests/s", "tokens/s", "TTFT p50", "p95", "p99",
+        "level", "answered", "errors", "unfinished", "requests/s", "tok/s", "TTFT p50", "p95", "p99",
         "per token p50", "p95", "p99", "latency p50", "p95", "p99", "prompt tokens", "answer tokens", "at once",
     ]  # fmt: skip
     lines = [row(level.name, _cells(level), "chosen" * (level.name == result.best)) for level in result.levels]
@@ -75,13 +76,13 @@ def _levels(result: Bench) -> str:
 
 def _cells(level: Level) -> list[str]:
     times = [_ms(spread, name) for spread in (level.ttft, level.tpot, level.latency) for name, _ in LINES]
-    rates = [f"{level.requests_per_second:.3g}", f"{level.output_tokens_per_second:.4g}"]
-    counts = [f"{level.prompt_tokens:.0f}", f"{level.answer_tokens:.0f}", f"{level.at_once:.3g}"]
+    rates = [short(level.requests_per_second), short(level.output_tokens_per_second)]
+    counts = [f"{level.prompt_tokens:.0f}", f"{level.answer_tokens:.0f}", short(level.at_once)]
     return [str(level.completed), str(level.errors), str(level.unfinished), *rates, *times, *counts]
 
 
 def _ms(spread: Spread | None, name: str) -> str:
-    return "–" if spread is None else f"{getattr(spread, name):.4g} ms"
+    return "–" if spread is None else f"{short(getattr(spread, name))} ms"
 
 
 def _findings(result: Bench) -> str:
@@ -90,7 +91,7 @@ def _findings(result: Bench) -> str:
         for finding in result.findings
         for css, outcome in [("pass", "kept") if finding.ok else ("fail", "broken")]
     ]
-    return table(["outcome", "finding"], lines, "words", "What was held against a limit") if lines else ""
+    return table(["outcome", "finding"], lines, "words", "What was compared with a limit") if lines else ""
 
 
 def _engine(levels: Sequence[Level]) -> str:
@@ -110,17 +111,17 @@ def _engine(levels: Sequence[Level]) -> str:
 
 def _engine_figure(level: Level, name: str) -> str:
     value = getattr(level.engine, name) if level.engine else None
-    return "–" if value is None else f"{value:.1%}"
+    return "–" if value is None else percent(value)
 
 
 def _plots(result: Bench, width: int) -> list[Plot]:
     levels = [level for level in result.levels if level.completed]
     speeds = [level.output_tokens_per_second for level in levels]
-    words = "; ".join(f"{level.name} {value:.4g}" for level, value in zip(levels, speeds, strict=True))
+    words = "; ".join(f"{level.name} {short(value)} tok/s" for level, value in zip(levels, speeds, strict=True))
     figure, axes = one_axes(width, 230, (62, 14, 26, 34))
     axes.plot(range(len(levels)), speeds, "o-", color=light("ours"), lw=1.6, ms=6)
-    _finish(axes, levels, "tokens a second")
-    plots = [Plot("throughput", "Tokens a second by level", words, figure)]
+    _finish(axes, levels, "tok/s")
+    plots = [Plot("throughput", "Speed by level, in tok/s", words, figure)]
     for name, title in (("ttft", "Time to the first token"), ("tpot", "Time of each token after the first")):
         shown = [(level, spread) for level in levels if (spread := getattr(level, name))]
         if shown:
@@ -140,7 +141,7 @@ def _times(
             axes.axhline(limit, color=light(role), lw=1, ls="--", label=f"limit of {statistic}")
     _finish(axes, [level for level, _ in shown], f"{title.lower()}, ms")
     figure.legend(loc="upper left", ncols=6, frameon=False, fontsize=SMALL, borderaxespad=0, handlelength=1.4)
-    words = "; ".join(f"{level.name} p50 {spread.p50:.4g} ms, p95 {spread.p95:.4g} ms" for level, spread in shown)
+    words = "; ".join(f"{level.name} p50 {short(spread.p50)} ms, p95 {short(spread.p95)} ms" for level, spread in shown)
     return Plot(name, title, words, figure)
 
 

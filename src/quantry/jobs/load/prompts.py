@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 from quantry.errors import QuantryError
+from quantry.report.sizes import percent
 
 SPAN = 8  # words in a row that count as shared if they are in most prompts
 MOST = 0.5
@@ -72,11 +73,11 @@ def advice(common: Shared | None, hit_rate: float | None) -> str | None:
         return None
     if hit_rate is not None and hit_rate >= UNUSED * common.anywhere:
         return None
-    rate = "the engine does not report its hit rate" if hit_rate is None else f"the hit rate was {hit_rate:.1%}"
+    rate = "the engine does not report its hit rate" if hit_rate is None else f"the hit rate was {percent(hit_rate)}"
     return (
-        f"the prompts break the prefix cache: they share {common.anywhere:.0%} of their words but only "
-        f"{common.head:.0%} at their head, and {rate}; move what changes (a date, a number, a name) behind what stays "
-        "the same"
+        f"the prompts break the prefix cache: they share {percent(common.anywhere)} of their words but only "
+        f"{percent(common.head)} at the start, and {rate}; move what changes (a date, a number, a name) behind what "
+        "stays the same"
     )
 
 
@@ -87,7 +88,7 @@ def unused(shared_prefix: int, prompt: int, hit_rate: float | None) -> str | Non
         return None
     return (
         f"prompts start with the same {shared_prefix} of {shared_prefix + prompt} tokens, and the hit rate was "
-        f"{hit_rate:.1%}: the prefix cache is off, or too small to keep them"
+        f"{percent(hit_rate)}: the prefix cache is off, or too small to keep them"
     )
 
 

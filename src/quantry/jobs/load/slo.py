@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from quantry import registry
 from quantry.errors import QuantryError
 from quantry.jobs.load.results import RATES, STATISTICS, TIMES, Level
+from quantry.report.sizes import short
 
 LIMITS = (*(f"{time}_{statistic}" for time in TIMES for statistic in STATISTICS), "error_rate", *RATES)
 UNITS = {"s": 1000.0, "%": 0.01}
@@ -62,12 +63,12 @@ def _finding(level: Level, name: str, limit: float) -> SloFinding:
     value = level.figure(name)
     at_least = name in RATES
     ok = value is not None and (value >= limit if at_least else value <= limit)
-    side = f"{'' if ok else 'not '}{'at least' if at_least else 'at most'}"
-    compared = "was not measured" if value is None else f"{_shown(name, value)}, {side} {_shown(name, limit)}"
-    return SloFinding(level.name, name, value, limit, ok, f"{level.name}: {name.replace('_', ' ')} {compared}")
+    side = "within" if ok else "under" if at_least else "over"
+    words = "was not measured" if value is None else f"{_shown(name, value)}, {side} the limit of {_shown(name, limit)}"
+    return SloFinding(level.name, name, value, limit, ok, f"{level.name}: {name.replace('_', ' ')} {words}")
 
 
 def _shown(name: str, value: float) -> str:
     if name == "error_rate":
         return f"{value:.1%}"
-    return f"{value:.4g}" if name in RATES else f"{value:.4g} ms"
+    return short(value) if name in RATES else f"{short(value)} ms"

@@ -26,6 +26,7 @@ from quantry.errors import QuantryError
 from quantry.proof.interval import Interval
 from quantry.proof.tasks.answers import Answers
 from quantry.proof.tasks.significance import Paired, mean, paired
+from quantry.report.sizes import counted, percent
 from quantry.types import Progress
 
 Match = Literal["contains", "exact"]
@@ -113,9 +114,9 @@ def ask(
     for prompt, tokens in zip(prompts, encoded, strict=True):
         if not 0 < len(tokens) <= answers.context - max_tokens:
             raise QuantryError(
-                f"prompt {prompt.id} has {len(tokens)} tokens, and an answer of {max_tokens} leaves room for 1 to "
-                f"{answers.context - max_tokens} in a context of {answers.context}",
-                fix="shorten it, allow fewer tokens for the answer, or use a larger context",
+                f"prompt {prompt.id} has {counted(len(tokens), 'token')}; a context of {answers.context} with room for "
+                f"an answer of {max_tokens} allows 1 to {answers.context - max_tokens}",
+                fix="shorten the prompt, or allow fewer tokens for the answer",
             )
     return [answers.decode(tokens) for tokens in answers.generate(encoded, max_tokens, progress=progress)]
 
@@ -189,13 +190,13 @@ def _warnings(agreement: Interval, correct: Paired | None) -> list[str]:
     warnings = []
     if agreement.value < AGREEMENT:
         warnings.append(
-            f"the quantized model answers {agreement.value:.0%} of the prompts as the 16-bit model does, less than "
-            f"{AGREEMENT:.0%}; consider more bits or smaller groups"
+            f"{percent(agreement.value)} of the answers are those of the 16-bit model, less than "
+            f"{percent(AGREEMENT)}; consider more bits or smaller groups"
         )
     if correct and correct.quantized < AGREEMENT * correct.base:
         warnings.append(
-            f"right are {correct.quantized:.0%} of the quantized answers and {correct.base:.0%} of the 16-bit ones: "
-            f"less than {AGREEMENT:.0%} as often; consider more bits or smaller groups"
+            f"{percent(correct.quantized)} of the quantized model's answers are right, and {percent(correct.base)} of "
+            f"the 16-bit model's: less than {percent(AGREEMENT)} as often; consider more bits or smaller groups"
         )
     return warnings
 
@@ -205,10 +206,10 @@ def _odd(prompts: Sequence[Prompt], records: Sequence[PromptRecord], *, chats: b
     odd = []
     empty = sum(not (record.base.strip() and record.quantized.strip()) for record in records)
     if empty:
-        odd.append(f"{empty} of {len(records)} prompts have an empty answer, which agrees with nothing")
+        odd.append(f"{empty} of {len(records)} prompts got an empty answer, which counts as a different one")
     plain = sum(bool(prompt.messages) and prompt.text is not None for prompt in prompts)
     if plain and not chats:
-        odd.append(f"the model has no chat template: {plain} prompts were given to it as text to continue")
+        odd.append(f"the model has no chat template: {counted(plain, 'prompt')} went to it as text to continue")
     return odd
 
 
