@@ -28,6 +28,8 @@ from typing import Any
 from quantry.errors import QuantryError, UnknownNameError
 
 OPEN = frozenset({"rounders", "fits", "transforms", "formats", "engines"})
+MANY, FEW = 20, 4  # names that an error lists in full, and the closest of more
+LISTED_BY = {"preset": "quantry presets"}  # the command that lists all names of a kind
 CONTRACT = "contract"  # what the plug-ins of a room are held to; no plug-in itself
 
 
@@ -80,7 +82,8 @@ def facts(package: str, name: str) -> dict[str, Any]:
 def check(what: str, name: str, known: Collection[str]) -> None:
     """Raises UnknownNameError, which suggests a known name, for a name that is not known."""
     if name not in known:
-        raise UnknownNameError(f"unknown {what} {name!r}", fix=suggest(name, tuple(known)))
+        fix = suggest(name, tuple(known), listed_by=LISTED_BY.get(what, ""))
+        raise UnknownNameError(f"unknown {what} {name[:60]!r}", fix=fix)
 
 
 def resolve(what: str, name: str, known: Collection[str], also: Mapping[str, str] | None = None) -> str:
@@ -99,10 +102,21 @@ def resolve(what: str, name: str, known: Collection[str], also: Mapping[str, str
     return plain[_plain(name)]
 
 
-def suggest(name: str, known: tuple[str, ...]) -> str:
-    """The closest of the known names, or all of them."""
-    close = get_close_matches(name, known, n=3, cutoff=0.6)
-    return f"did you mean {' or '.join(close)}?" if close else f"choose one of: {', '.join(known)}"
+def suggest(name: str, known: tuple[str, ...], listed_by: str = "") -> str:
+    """Returns a question for names that are close, else all names; of many, the closest and what lists the others."""
+    close = nearest(name, known, 3, cutoff=0.6)
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    if len(known) <= MANY:
+        return f"choose one of: {', '.join(known)}"
+    all_of_them = f"; {listed_by} lists all" if listed_by else ""
+    return f"choose one of {len(known)}, such as {', '.join(nearest(name, known))}{all_of_them}"
+
+
+def nearest(name: str, known: Collection[str], count: int = FEW, cutoff: float = 0.0) -> list[str]:
+    """Returns the known names that are most like a name, the closest first; case does not matter."""
+    spelled = {each.lower(): each for each in known}
+    return [spelled[each] for each in get_close_matches(name[:60].lower(), spelled, n=count, cutoff=cutoff)]
 
 
 @cache

@@ -245,6 +245,18 @@ def test_unknown_plugin_is_answered_with_the_choices() -> None:
     assert registry.load("quantry.cli", "inspect").__name__ == "quantry.cli.inspect"
 
 
+def test_an_unknown_name_of_many_is_answered_with_the_closest() -> None:
+    """Not with all 46 presets, and with the command that lists them."""
+    done = command("quantize", "demo", "-o", "out", "--preset", "zzz")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert len(done.stderr) < 200
+    assert "such as w8a8-zeroquant, w4a8-zeroquant, " in done.stderr
+    assert done.stderr.endswith("; quantry presets lists all\n")
+    assert command("quantize", "demo", "-o", "out", "--preset", "W4A16-GTPQ").stderr.endswith(
+        "did you mean w4a16-gptq or w3a16-gptq or w4a16-awq+gptq?\n"
+    )
+
+
 def test_version() -> None:
     assert command("--version").stdout == f"quantry {quantry.__version__}\n"
 

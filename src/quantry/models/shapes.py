@@ -12,6 +12,7 @@ from functools import cache
 from math import isfinite, prod
 from typing import Any
 
+from quantry import registry
 from quantry.errors import ConfigError
 from quantry.models.attention import LAYER_LIMIT, TEXT_CONFIGS, text_config
 from quantry.storage import read_data
@@ -171,9 +172,11 @@ def _model_type(config: Fields) -> str:
 def _family(name: str) -> dict[str, Any]:
     table = _table()["families"]
     if name not in table:
+        known = known_families()
+        near = ", ".join(registry.nearest(name, known))
         raise ConfigError(
             f"Quantry does not know the tensors of model type {name[:40]!r}",
-            fix=f"give the folder or hub id of the weights; known are {', '.join(known_families())}",
+            fix=f"give the folder or hub id of the weights; {len(known)} types are known, such as {near}",
         )
     row = table[name]
     base = _family(row["like"]) if "like" in row else {}
