@@ -253,7 +253,7 @@ def test_an_unknown_name_of_many_is_answered_with_the_closest() -> None:
     assert "such as w8a8-zeroquant, w4a8-zeroquant, " in done.stderr
     assert done.stderr.endswith("; quantry presets lists all\n")
     assert command("quantize", "demo", "-o", "out", "--preset", "W4A16-GTPQ").stderr.endswith(
-        "did you mean w4a16-gptq or w3a16-gptq or w4a16-awq+gptq?\n"
+        "did you mean w4a16-gptq or w3a16-gptq or w4a16-awq?\n"
     )
 
 

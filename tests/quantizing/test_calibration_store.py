@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -201,15 +203,46 @@ def test_the_store_that_was_not_used_for_longest_makes_way(folder: Path, store: 
     for maker in makers:
         maker.observed(0)
     size = files(store)[0].stat().st_size
-    for age, maker in enumerate(makers):
-        os.utime(store.folder / maker.fingerprint, (1000 + age, 1000 + age))
+    names = [maker.fingerprint for maker in makers]
+    for age, name in enumerate(names):
+        os.utime(store.folder / name, (1000 + age, 1000 + age))
+    del makers, maker  # what is in use stays
     statistics(Folder(folder), store=store).observed(0)  # read: the oldest has been used just now
     room = Store(store.folder, 3 * size + size // 2)
     statistics(Folder(folder), WINDOWS[:2], store=room).observed(0)
     left = {path.parent.name for path in files(store)}
-    assert makers[0].fingerprint in left
-    assert makers[1].fingerprint not in left
-    assert makers[2].fingerprint in left
+    assert [name in left for name in names] == [True, False, True]
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+from quantry.storage.holding import Holder, hold
+owner = Holder()
+hold(Path(sys.argv[1]), owner)
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_another_process_uses_is_not_evicted(tmp_path: Path) -> None:
+    """The oldest is held: the next oldest makes way, and where all are held there is no room; a kill ends that."""
+    store = Store(tmp_path / "statistics", 250)
+    oldest, older = (store.folder / name for name in ("oldest", "older"))
+    for age, place in enumerate((oldest, older)):
+        assert store.put(place / "block", bytes(100))
+        os.utime(place, (1000 + age, 1000 + age))
+    other = subprocess.Popen([sys.executable, "-c", HOLDS, str(oldest)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdout is not None
+    other.stdout.readline()
+    assert store.put(store.folder / "new" / "block", bytes(100))
+    assert [place.exists() for place in (oldest, older)] == [True, False]
+    assert not store.put(store.folder / "large" / "block", bytes(200)), "only what is held would make way"
+    assert oldest.exists()
+    other.kill()
+    other.communicate()
+    assert store.put(store.folder / "large" / "block", bytes(200))
+    assert not oldest.exists()
 
 
 def test_a_place_that_cannot_be_written_to_only_costs_time(folder: Path, tmp_path: Path) -> None:

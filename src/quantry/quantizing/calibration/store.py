@@ -36,7 +36,7 @@ from quantry.quantizing.calibration.resumable_walk import ResumableWalk
 from quantry.quantizing.calibration.statistics import Heads
 from quantry.quantizing.calibration.text import CalibrationText
 from quantry.storage import home
-from quantry.storage.holding import hold
+from quantry.storage.holding import hold, unused
 from quantry.storage.reading import parse_object
 from quantry.types import Stats
 
@@ -64,13 +64,18 @@ class Store:
         return True
 
     def _make_room(self, own: Path, needed: int) -> bool:
-        """Removes the folders that were not used for longest until `needed` bytes fit into the folder `own`."""
+        """Removes the folders that were not used for longest until `needed` bytes fit into the folder `own`.
+
+        What a running job holds stays.
+        """
         sizes = {folder: _size(folder) for folder in self.folder.iterdir() if folder.is_dir()}
         for folder in sorted(sizes.keys() - {own}, key=_last_used):
             if sum(sizes.values()) + needed <= self.budget or sizes[own] + needed > self.budget:
                 break
-            shutil.rmtree(folder, ignore_errors=True)
-            del sizes[folder]
+            with unused(folder) as free:
+                if free:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    del sizes[folder]
         return sum(sizes.values()) + needed <= self.budget and needed < shutil.disk_usage(own).free
 
 
