@@ -113,7 +113,7 @@ def _table(table: Matrix) -> str:
         lines.append(" | ".join([f"| {label}", *(cell.ours + (" *" if cell.why else "") for cell in cells)]) + " |")
         for column, cell in zip(table.columns, cells, strict=True):
             if cell.why:
-                reasons.setdefault(cell.why, []).append((label, column, cell.handbook))
+                reasons.setdefault(cell.why, []).append((label, column, cell.advice))
     return "\n".join([*lines, "", *(_reason(why, cells, len(table.rows)) for why, cells in reasons.items()), ""])
 
 

@@ -88,8 +88,10 @@ def test_every_page_is_in_the_menu() -> None:
     assert pages == {*listed, "index"}
 
 
-def test_pages_are_for_users() -> None:
-    for page in PAGES:
+def test_pages_and_packaged_files_are_for_users() -> None:
+    packaged = [file for kind in ("*.py", "*.toml", "*.css") for file in (ROOT / "src").rglob(kind)]
+    assert len(packaged) > 200
+    for page in (*PAGES, *packaged):
         assert "handbook" not in page.read_text(encoding="utf-8").lower(), page
 
 

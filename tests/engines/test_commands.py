@@ -399,7 +399,7 @@ def test_flags_of_old_are_known_to_be_gone() -> None:
             assert not new or not new[0].startswith("--") or new[0] in known, row
 
 
-def test_the_handbook_is_corrected() -> None:
+def test_outdated_advice_is_corrected() -> None:
     told = {row.old.split(" MODEL")[0].split(" 16")[0] for name in NAMES for row in engines()[name].outdated}
     assert told >= {
         "--speculative-model", "--kv-cache-dtype int8", "--swap-space", "--disable-log-requests", "./server", "./main",

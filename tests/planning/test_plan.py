@@ -1,4 +1,4 @@
-"""The decision: every recommendation of the handbook reproduced or overridden with a reason, commands that engines take,
+"""The decision: every recommendation of published guides reproduced or overridden with a reason, commands that engines take,
 a stable JSON, refusals with what is nearest, and tables whose every cell is answered."""
 
 import json
@@ -33,7 +33,7 @@ from quantry.quantizing.recipe import presets
 
 GOLDENS = Path(__file__).parent
 CASES = json.loads((GOLDENS / "plan_cases.json").read_text())
-HANDBOOK = matrices.cases()
+ADVICE = matrices.cases()
 SHOWN = json.loads((GOLDENS / "plan_shown.json").read_text())
 REQUEST_FACTS = {
     "use", "platform", "family", "capability", "tier", "kind", "devices", "device_gib", "parameters", "vision", "experts", "remote_code",
@@ -65,11 +65,11 @@ def facts_of(found: Plan, number: int = 0) -> dict[str, Any]:
     }
 
 
-# ---- the handbook ----
+# ---- common advice ----
 
 
-@pytest.mark.parametrize("case", cases(HANDBOOK, HANDBOOK[::5]), ids=lambda case: case["id"])
-def test_the_handbook_is_reproduced_or_overridden(case: dict[str, Any]) -> None:
+@pytest.mark.parametrize("case", cases(ADVICE, ADVICE[::5]), ids=lambda case: case["id"])
+def test_common_advice_is_reproduced_or_overridden(case: dict[str, Any]) -> None:
     found = plan(**case["ask"])
     assert make_plan.choice(found) == CASES[case["id"]]
     reproduced = agrees(case["expect"], facts_of(found), {})
@@ -82,8 +82,8 @@ def test_the_handbook_is_reproduced_or_overridden(case: dict[str, Any]) -> None:
         assert option.memory["per_device"] <= option.memory["limit"]
 
 
-def test_every_part_of_the_handbook_has_its_cases() -> None:
-    ids = Counter(case["id"].partition(":")[0].split()[0] for case in HANDBOOK)
+def test_every_part_of_the_guides_has_its_cases() -> None:
+    ids = Counter(case["id"].partition(":")[0].split()[0] for case in ADVICE)
     assert ids["hardware"] >= 7  # section 3: seven rows
     assert ids["use"] >= 6  # section 3: six rules
     assert ids["size"] == 6
@@ -92,8 +92,8 @@ def test_every_part_of_the_handbook_has_its_cases() -> None:
     assert ids["two"] == 3
     assert ids["engine"] >= 7  # "when to use which engine": seven rows
     assert ids["tree"] >= 4  # four branches
-    assert len(CASES) == len(HANDBOOK)
-    assert all(len(case["overridden"]) > 40 for case in HANDBOOK if "overridden" in case)
+    assert len(CASES) == len(ADVICE)
+    assert all(len(case["overridden"]) > 40 for case in ADVICE if "overridden" in case)
 
 
 @pytest.mark.parametrize("name", cases(SHOWN, ("70B on two RTX 3090", "70B on an M2", "experts", "medical")))
@@ -266,7 +266,7 @@ def test_a_flag_that_a_version_lacks_is_an_error(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_value_that_a_flag_does_not_take_is_an_error() -> None:
-    """The handbook's --kv-cache-dtype int8 never was one."""
+    """A guide's --kv-cache-dtype int8 never was one."""
     with pytest.raises(UnknownNameError, match="--kv-cache-dtype of vllm .* takes no int8"):
         commands_of("vllm", kv="int8")
 
@@ -290,7 +290,7 @@ def test_commands_of_engines() -> None:
 
 def test_no_flag_of_old_is_used() -> None:
     gone = {"--swap-space", "--task", "--speculative-model", "--disable-log-requests", "--calculate-kv-scales"}
-    for case in HANDBOOK[:20:5]:
+    for case in ADVICE[:20:5]:
         for option in plan(**case["ask"]).options:
             words = option.commands["serve"]
             assert not gone & set(words)
@@ -444,7 +444,7 @@ def test_rules_are_readable_and_sourced() -> None:
     assert len(names) == len(set(names))
     for rule in rules.rules():
         assert rule.why, rule.name
-        assert re.match(r"handbook [1-4]|facts|feasibility|vLLM \d", rule.source), rule.name
+        assert re.match(r"guide [1-4]|facts|feasibility|vLLM \d", rule.source), rule.name
         actions = [rule.prefer is not None, rule.avoid is not None, rule.require is not None, rule.warn is not None]
         assert sum(actions) == 1, rule.name
         assert (rule.weight > 0) == (rule.prefer is not None or rule.avoid is not None), rule.name
@@ -455,8 +455,8 @@ def test_rules_are_readable_and_sourced() -> None:
 
 
 def test_every_rule_is_about_some_case() -> None:
-    """No row is dead: each holds for a request of the handbook's, or for one of these."""
-    asked = [case["ask"] for case in HANDBOOK]
+    """No row is dead: each holds for a request of the guides', or for one of these."""
+    asked = [case["ask"] for case in ADVICE]
     asked += [{"model": "qwen2.5-0.5b", "gpu": "cpu"}, {"model": "llama-3.1-8b", "gpu": "T4"}]
     asked += [{"model": "llama-3.1-8b", "gpu": "Strix Halo"}]
     requests = [request_of(**ask).facts | {"sixteen_fits": True} for ask in asked]
@@ -534,8 +534,8 @@ def test_every_cell_is_answered(name: str) -> None:
             assert len(cells) == len(table.columns)
             for column, cell in zip(table.columns, cells, strict=True):
                 assert cell.ours, (label, column)
-                if table.name in ("engines", "hardware") and cell.handbook in ("yes", "no", "partial"):
-                    assert (cell.ours != cell.handbook) == bool(cell.why), (label, column)
+                if table.name in ("engines", "hardware") and cell.advice in ("yes", "no", "partial"):
+                    assert (cell.ours != cell.advice) == bool(cell.why), (label, column)
         text = matrices.markdown(name)
         assert all(f"| {label} |" in text for label in table.rows)
 
@@ -568,5 +568,6 @@ def test_matrix_command() -> None:
     assert done.returncode == 0
     (table,) = json.loads(done.stdout)
     assert table["rows"]["3B"][3]["ours"] == "RTX 3060 8GB"
+    assert set(table["rows"]["3B"][3]) == {"ours", "advice", "why"}
     assert command("matrix", "memry").stderr.startswith("error: unknown matrix 'memry'; did you mean memory")
     assert "Methods" in command("matrix", "methods").stdout

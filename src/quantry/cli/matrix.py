@@ -46,6 +46,6 @@ def picture(matrix: "Matrix") -> list["RenderableType"]:
         table.add_row(label, *(Text(f"{cell.ours} *" if cell.why else cell.ours) for cell in cells))
         for column, cell in zip(matrix.columns, cells, strict=True):
             if cell.why:
-                reasons.setdefault(f"{column}: {cell.why}", []).append(f"{label} ({cell.handbook})")
+                reasons.setdefault(f"{column}: {cell.why}", []).append(f"{label} ({cell.advice})")
     lines = [Text(f"* {reason}. Common advice: {', '.join(rows)}", "dim") for reason, rows in reasons.items()]
     return [table, *([Text(matrix.note, "dim")] if matrix.note else []), *lines, ""]

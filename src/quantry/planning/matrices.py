@@ -1,7 +1,8 @@
 """The tables of `quantry matrix`: engines, hardware, formats, methods and memory.
 
-Each cell has our computed answer and the handbook's; where the two differ it says why. Rows and the handbook's cells
-are in handbook.toml; answers come from feasibility, the memory and the speed model, and from `quantry plan` itself.
+Each cell has our computed answer and that of common advice; where the two differ it says why. Rows and the cells of
+published guides are in common_advice.toml; answers come from feasibility, the memory and the speed model, and from
+`quantry plan` itself.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,12 +30,12 @@ from quantry.quantizing.recipe import Preset, Recipe, presets
 from quantry.storage import read_data
 from quantry.types import Checkpoint, Workload
 
-_data = partial(read_data, "quantry.planning", "handbook.toml")
+_data = partial(read_data, "quantry.planning", "common_advice.toml")
 MODEL = "llama-3.1-8b"
 DEVICES = ("H100 SXM", "A100 80GB", "RTX 3090", "cpu", "M2 16GB")
 RANK = {"kernel": 2, "fallback": 1, "refusal": 0}
 WORDS = ("no", "partial", "yes")
-COLUMNS: dict[str, tuple[tuple[str, str], ...]] = {  # presets and formats that a column of the handbook means
+COLUMNS: dict[str, tuple[tuple[str, str], ...]] = {  # presets and formats that a column of the guides means
     "FP32": (),
     "FP16/BF16": (("bf16", "safetensors"), ("gguf-bf16", "gguf")),
     "INT8": (("w8a8", "compressed-tensors"), ("w8a16", "compressed-tensors"), ("w8a16", "gptq"),
@@ -50,15 +51,15 @@ NATIVE = {"FP8": "fp8"}  # columns of hardware that a device must have arithmeti
 GPUS = (1, 2, 4, 8)
 LOAD = Workload(4096, 1, 512, 256)
 CLOSE = 0.05  # sizes within so much of each other are the same
-HandbookRow = Mapping[str, Any]  # of handbook.toml
+AdviceRow = Mapping[str, Any]  # of common_advice.toml
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Our answer, the handbook's, and why they differ."""
+    """Our answer, that of common advice, and why they differ."""
 
     ours: str
-    handbook: str = ""
+    advice: str = ""
     why: str = ""
 
 
@@ -78,7 +79,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class CellAnswer:
-    """Our answer for a cell; `same` is None where equal texts agree with the handbook, `reason` is for others."""
+    """Our answer for a cell; `same` is None where equal texts agree with the advice, `reason` is for others."""
 
     ours: str
     same: bool | None = None
@@ -105,7 +106,7 @@ def _markdown(table: Matrix) -> str:
             " | ".join([f"| {label}", *(f"{cell.ours} *" if cell.why else cell.ours for cell in cells)]) + " |"
         )
     reasons = [
-        f"- {label}, {column}: {cell.why} (common advice: {cell.handbook})"
+        f"- {label}, {column}: {cell.why} (common advice: {cell.advice})"
         for label, cells in table.rows.items()
         for column, cell in zip(table.columns, cells, strict=True)
         if cell.why
@@ -114,17 +115,17 @@ def _markdown(table: Matrix) -> str:
 
 
 def cases() -> list[dict[str, Any]]:
-    """Returns the recommendations of the handbook, which tests compare with the plan."""
+    """Returns the recommendations of the guides, which tests compare with the plan."""
     return list(_data()["cases"])
 
 
-def _table(name: str, answers: Callable[[HandbookRow, Sequence[str]], Iterable[CellAnswer]]) -> Matrix:
-    """Returns a table of the handbook with our answers, which are given for a row and its columns."""
+def _table(name: str, answers: Callable[[AdviceRow, Sequence[str]], Iterable[CellAnswer]]) -> Matrix:
+    """Returns a table of the guides with our answers, which are given for a row and its columns."""
     data = _data()["tables"][name]
     columns = tuple(data["columns"])
     rows = {}
     for row in data["rows"]:
-        cells = zip(columns, answers(row, columns), row["handbook"], strict=True)
+        cells = zip(columns, answers(row, columns), row["advice"], strict=True)
         rows[row["label"]] = tuple(_cell(answer, said, _why(row, data, column)) for column, answer, said in cells)
     return Matrix(name, data["title"], columns, rows, data.get("note", ""))
 
@@ -134,7 +135,7 @@ def _cell(answer: CellAnswer, said: str, why: str) -> Cell:
     return Cell(answer.ours, said, "" if same else why or answer.reason)
 
 
-def _why(row: HandbookRow, data: HandbookRow, column: str) -> str:
+def _why(row: AdviceRow, data: AdviceRow, column: str) -> str:
     own = row.get("why", {})
     return str(own.get(column) or own.get("default") or data["why"].get(column, ""))
 
@@ -142,9 +143,9 @@ def _why(row: HandbookRow, data: HandbookRow, column: str) -> str:
 # ---- memory: section 3 ----
 
 
-def _sizes(row: HandbookRow, columns: Sequence[str]) -> Iterable[CellAnswer]:
+def _sizes(row: AdviceRow, columns: Sequence[str]) -> Iterable[CellAnswer]:
     checkpoint = open_model(row["model"])
-    for name, said in zip(("bf16", "w8a8", "w4a16"), row["handbook"], strict=False):
+    for name, said in zip(("bf16", "w8a8", "w4a16"), row["advice"], strict=False):
         size = weights_bytes(checkpoint, _recipe(name)) / 1e9
         yield CellAnswer(f"{size:,.1f} GB", abs(size / float(said.split()[0]) - 1) <= CLOSE)
     yield CellAnswer(smallest(checkpoint))
@@ -187,7 +188,7 @@ def _recipe(name: str, format_name: str | None = None) -> Recipe:
 # ---- hardware: section 4 ----
 
 
-def _hardware(row: HandbookRow, columns: Sequence[str]) -> Iterable[CellAnswer]:
+def _hardware(row: AdviceRow, columns: Sequence[str]) -> Iterable[CellAnswer]:
     best = plan(MODEL, gpu=row["gpu"]).options[0]
     yield CellAnswer(f"{best.preset} ({best.engine})", best.scheme in row["best"])
     yield from (CellAnswer(_runs(column, parse(row["gpu"]).device)) for column in columns[1:])
@@ -213,7 +214,7 @@ def _rank(recipe: Recipe, engine: str, device: Device) -> int:
 # ---- engines: sections 7 and 15 ----
 
 
-def _engine(row: HandbookRow, columns: Sequence[str]) -> Iterable[CellAnswer]:
+def _engine(row: AdviceRow, columns: Sequence[str]) -> Iterable[CellAnswer]:
     places = [parse(name).device for name in DEVICES]
     for column in columns:
         best = max(_outcome(row["engine"], column, device) for device in places)
@@ -227,7 +228,7 @@ def _reason(engine: str, column: str, device: Device) -> str:
     return feasible(Deployment(_model(), _recipe(*COLUMNS[column][0]), engine, device)).reason
 
 
-def _stack_engine(row: HandbookRow, columns: Sequence[str]) -> Iterable[CellAnswer]:
+def _stack_engine(row: AdviceRow, columns: Sequence[str]) -> Iterable[CellAnswer]:
     engine = row["engine"]
     cpu = max(_outcome(engine, column, parse("cpu").device) for column in COLUMNS) > 0
     needs_gpu = "optional" if cpu else "yes"
@@ -253,7 +254,7 @@ def _stacks() -> Matrix:
     return Matrix("stack", data["title"], tuple(data["columns"]), rows, data["note"])
 
 
-def _stack(case: HandbookRow) -> tuple[Cell, ...]:
+def _stack(case: AdviceRow) -> tuple[Cell, ...]:
     request, expected = case["ask"], case["expect"]
     best = plan(**request).options[0]
     answers = (
@@ -272,7 +273,7 @@ def _expected(value: str, wanted: str | list[str] | None) -> bool:
 # ---- methods: section 15 ----
 
 
-def _method(row: HandbookRow, columns: Sequence[str]) -> Iterable[CellAnswer]:
+def _method(row: AdviceRow, columns: Sequence[str]) -> Iterable[CellAnswer]:
     recipe = _recipe(*row["recipe"])
     on_cpu = max(_rank(recipe, engine, parse("cpu").device) for engine in engines()) > 0
     answers = (_bits(recipe), _class(recipe), _faster(recipe), WORDS[2 * on_cpu], row["use"])
