@@ -18,7 +18,7 @@ sys.path[:0] = [str(HERE)]
 import quantry  # noqa: E402
 from measure import keep  # noqa: E402
 from quantry.errors import QuantryError  # noqa: E402
-from quantry.proof import measure as measuring  # noqa: E402
+from quantry.proof.measure import Measurements, Part, decode  # noqa: E402
 from quantry.proof.reference import Reference, reference  # noqa: E402
 from quantry.proof.served.engines import scoring_engine  # noqa: E402
 from quantry.proof.sources import open_source, tokenizer  # noqa: E402
@@ -52,15 +52,16 @@ def score(folder: Path, kept: Reference) -> dict[str, Any]:
     except QuantryError as error:
         return {"refused": error.problem[:400], "seconds": round(time.perf_counter() - start, 1)}
     seconds = round(time.perf_counter() - start, 1)
-    every = range(len(kept.windows))
-    decoded = measuring.decode(open_source(folder), kept)
+    measured = Measurements((Part(kept, decode(open_source(folder), kept), served, len(kept.windows)),))
+    assert measured.gap is not None
+    assert measured.served_figures is not None
     return {
         "seconds": seconds,
         "kernels": [note for note in served.notes if "ernel" in note],
         "memory": dict(served.memory),
-        "kl_to_decoded": measuring.gap(kept, decoded.scores, served.scores, every).kl,
-        "kl_to_16_bit": measuring.summarize(kept, served.scores, every).kl.value,
-        "decoded_kl_to_16_bit": measuring.summarize(kept, decoded.scores, every).kl.value,
+        "kl_to_decoded": measured.gap.kl,
+        "kl_to_16_bit": measured.served_figures.kl.value,
+        "decoded_kl_to_16_bit": measured.decoded_figures.kl.value,
     }
 
 

@@ -32,7 +32,7 @@ sys.path[:0] = [str(Path(__file__).parent)]
 import quantry  # noqa: E402
 from measure import keep  # noqa: E402
 from quantry.errors import QuantryError  # noqa: E402
-from quantry.proof import measure as measuring  # noqa: E402
+from quantry.proof.measure import Measurements, Part, decode  # noqa: E402
 from quantry.proof.reference import Reference, reference  # noqa: E402
 from quantry.proof.sources import open_source, tokenizer  # noqa: E402
 from quantry.proof.text import load_text, windows  # noqa: E402
@@ -128,7 +128,9 @@ def agreement(given: argparse.Namespace) -> dict[str, Any]:
 
 def _agrees(running: Running, folder: Path, kept: Reference, device: str) -> dict[str, Any]:
     """Log-probabilities of the tokens of a text, as served and as the bytes say."""
-    decoded = measuring.decode(open_source(folder), kept, device=device).scores
+    measured = decode(open_source(folder), kept, device=device)
+    decoded = measured.scores
+    figures = Measurements((Part(kept, measured, None, len(kept.windows)),)).decoded_figures
     apart, served = [], []
     for window, here in zip(kept.windows, decoded, strict=True):
         there = _log_probabilities(running, window.tokens)[window.start :]
@@ -142,7 +144,7 @@ def _agrees(running: Running, folder: Path, kept: Reference, device: str) -> dic
         "p99_apart": round(sorted(apart)[int(0.99 * len(apart))], 4),
         "mean_served": round(statistics.fmean(served), 5),
         "mean_decoded": round(statistics.fmean(said), 5),
-        "kl_decoded": round(measuring.summarize(kept, decoded, range(len(kept.windows))).kl.value, 5),
+        "kl_decoded": round(figures.kl.value, 5),
         "weights_bytes": facts.weights_bytes,
         "kernels": list(facts.kernels),
     }

@@ -64,7 +64,7 @@ def test_flags_are_frozen() -> None:
         ],
         "run": [
             "--ask", "--budget", "--context", "--device", "--engine", "--engine-python", "--for", "--gpu", "--json", "--output",
-            "--port", "--serve", "--text", "--verify", "--windows", "--yes", "-o", "-y", "model",
+            "--port", "--proof-time", "--serve", "--text", "--verify", "--windows", "--yes", "-o", "-y", "model",
         ],
         "sensitivity": [
             "--data", "--device", "--format", "--grids", "--json", "--length", "--rounder", "--samples", "--transform", "model",
@@ -89,7 +89,7 @@ def test_flags_are_frozen() -> None:
         "verify": [
             "--device", "--engine", "--engine-python", "--gate", "--json", "--judge", "--judge-key", "--judge-model", "--junit",
             "--length", "--limit", "--markdown", "--max-kl", "--max-perplexity-ratio", "--max-tokens", "--min-top1",
-            "--output", "--prompts", "--record", "--reference", "--report", "--tasks", "--text", "--windows", "-o",
+            "--output", "--prompts", "--proof-time", "--record", "--reference", "--report", "--tasks", "--text", "--windows", "-o",
             "artefact",
         ],
     }  # fmt: skip

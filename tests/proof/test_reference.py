@@ -264,31 +264,52 @@ def test_a_damaged_entry_is_made_anew(
 
 
 def test_an_interrupted_run_leaves_nothing_behind(tiny: tuple[Path, Any], tmp_path: Path) -> None:
-    seen: list[tuple[int, int]] = []
+    seen: list[int] = []
 
-    def stop(done: int, blocks: int, _: str) -> None:
-        seen.append((done, blocks))
-        if done == 4:
+    def stop(done: int, total: int, _: str) -> None:
+        assert total == 1000
+        seen.append(done)
+        if len(seen) == 5:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         reference(tiny[0], cuts(2), cache=tmp_path, progress=stop)
     assert [file.name for file in tmp_path.rglob("*") if file.is_file()] == ["lock"]
-    assert seen == [(done, 8) for done in range(5)]
-    reference(tiny[0], cuts(2), cache=tmp_path, progress=lambda *step: seen.append(step[:2]))
-    assert seen[5:] == [(done, 8) for done in range(8)]
+    again: list[int] = []
+    reference(tiny[0], cuts(2), cache=tmp_path, progress=lambda done, *_: again.append(done))
+    assert again[:5] == seen
+    assert again == sorted(again), "one progress over all passes"
+    assert len(again) == 2 + 2 + 2 + 2 + 2  # blocks of the run, of the stand-in and of two types; windows of the head
 
 
 def test_two_at_a_time_make_it_once(tiny: tuple[Path, Any], tmp_path: Path) -> None:
-    steps: list[int] = []
+    steps: list[str] = []
 
     def make(_: int) -> Reference:
-        return reference(tiny[0], cuts(2), k=64, cache=tmp_path, progress=lambda done, *_: steps.append(done))
+        return reference(tiny[0], cuts(2), k=64, cache=tmp_path, progress=lambda *words: steps.append(words[2]))
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(make, range(2))
     assert first == second
-    assert steps == [0, 1, 4, 5, 6, 7]  # no stand-in: k was given
+    blocks, head = [f"model.layers.{index}" for index in range(2)], ["the probabilities"] * 2
+    assert steps == [*blocks, *head, *blocks, *blocks]  # no stand-in: k was given
+
+
+def test_a_reference_like_another_takes_over_its_k_and_noise(tiny: tuple[Path, Any], tmp_path: Path) -> None:
+    every = cuts(4)
+    first = reference(tiny[0], every[:2], cache=tmp_path)
+    steps: list[str] = []
+    later = reference(tiny[0], every[2:], like=first, cache=tmp_path, progress=lambda *words: steps.append(words[2]))
+    assert (later.k, later.noise, later.vocabulary) == (first.k, first.noise, first.vocabulary)
+    assert [step for step in steps if step != "the probabilities"] == ["model.layers.0", "model.layers.1"]
+    whole = reference(tiny[0], every, k=first.k, cache=tmp_path)
+    for index in (2, 3):
+        for name in ("ids", "logp", "tail", "next", "top"):
+            kept, expected = getattr(later.top_k(index - 2), name), getattr(whole.top_k(index), name)
+            np.testing.assert_allclose(np.sort(kept), np.sort(expected), rtol=1e-4, atol=1e-5)
+    assert fingerprint(open_source(tiny[0]), every[2:], None, first) != fingerprint(
+        open_source(tiny[0]), every[2:], None
+    )
 
 
 def test_the_fingerprint_knows_all_that_matters(tiny: tuple[Path, Any], tmp_path: Path) -> None:

@@ -26,7 +26,16 @@ def token_count(text: str) -> int:
     return int(found[1]) << {"": 0, "k": 10, "m": 20}[found[2]]
 
 
+def seconds(text: str) -> float:
+    """Reads a time as people write it: 90, 90s, 3m, 1.5h."""
+    found = re.fullmatch(r"(-?\d{1,9}(?:\.\d{1,3})?)\s*(s|m|min|h)?", str(text).strip().lower())
+    if found is None:
+        raise typer.BadParameter(f"{str(text)[:40]!r} is no time, such as 90s, 3m or 1h")
+    return float(found[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600}[found[2] or "s"]
+
+
 TOKENS: dict[str, Any] = {"parser": token_count, "metavar": "TOKENS"}
+TIME: dict[str, Any] = {"parser": seconds, "metavar": "TIME"}
 
 PromptTokens = Annotated[
     str, typer.Option(help="Tokens of a prompt, 1 or more: 256, or a distribution as 256,stdev=64,min=16,max=512.")

@@ -9,7 +9,7 @@ import typer
 from quantry.cli import _flags as flags
 from quantry.cli._first import check_engine, check_given, check_use
 from quantry.cli._output import bar, print_json, show, steps, to_copy
-from quantry.report.sizes import human, percent
+from quantry.report.sizes import counted, human, percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,6 +44,12 @@ Ask = Annotated[str | None, typer.Option(help="The first question.")]
 Device = Annotated[str | None, typer.Option(help="Where to compute: cpu or cuda; a GPU if there is one.")]
 Serve = Annotated[bool, typer.Option("--serve/--no-serve", help="Keep serving after the first answer, or stop there.")]
 Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Prove what was lost after the first answer.")]
+ProofTime = Annotated[
+    float,
+    typer.Option(
+        help="Time for the proof, such as 90s or 10m; 0 for all windows, however long.", show_default="3m", **flags.TIME
+    ),
+]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before the work begins.")]
 
 
@@ -59,6 +65,7 @@ def command(
     port: Port = None,
     text: flags.Text = None,
     windows: flags.Windows = 16,
+    proof_time: ProofTime = 180.0,
     ask: Ask = None,
     device: Device = None,
     serve: Serve = True,
@@ -80,8 +87,9 @@ def command(
     try:
         done = run(
             model, output, use=use, budget=budget, gpu=gpu, engine=engine, engine_python=engine_python,
-            context=context, port=port, text=text, windows=windows, question=QUESTION if ask is None else ask,
-            device=device, serve=serve, verify=verify, tell=None if json else _tell,
+            context=context, port=port, text=text, windows=windows, proof_time=proof_time or None,
+            question=QUESTION if ask is None else ask, device=device, serve=serve, verify=verify,
+            tell=None if json else _tell,
             confirm=(lambda words: typer.confirm(words, default=True, err=True)) if asks else None,
             showing=lambda name, words: (bar if name == "quantize" else steps)(json, title=f"{name:<9} {words}"),
         )  # fmt: skip
@@ -144,8 +152,10 @@ def picture(done: "Run") -> list["RenderableType"]:
 
 def _lost(proof: "Mapping[str, Any]") -> str:
     served = "" if proof["served_kl"] is None else f", {proof['served_kl']:.4f} as served"
+    low, high = proof["kl_interval"]
+    certain = f"{low:.4f} to {high:.4f}, {counted(proof['windows'], 'window')}"
     return (
-        f"KL {proof['kl']:.4f}{served}; same first token {proof['top1']:.1%}; perplexity "
+        f"KL {proof['kl']:.4f}{served} ({certain}); same first token {proof['top1']:.1%}; perplexity "
         f"{proof['reference_perplexity']:.3f} -> {proof['perplexity']:.3f}"
     )
 

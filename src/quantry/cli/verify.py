@@ -60,6 +60,10 @@ MaxPerplexityRatio = Annotated[
 ]
 Junit = Annotated[Path | None, typer.Option(help="Write the findings as JUnit XML, for CI.")]
 Markdown = Annotated[Path | None, typer.Option(help="Write the verdict as Markdown, for a job's summary.")]
+ProofTime = Annotated[
+    float | None,
+    typer.Option(help="Measure as many of the windows as fit into it, above 0: 90s or 3m; else all.", **flags.TIME),
+]
 MaxTokens = Annotated[int, typer.Option(help="Tokens of an answer to a prompt, 1 or more.")]
 
 
@@ -81,6 +85,7 @@ def command(
     max_perplexity_ratio: MaxPerplexityRatio = None,
     windows: flags.Windows = 16,
     length: flags.WindowLength = 512,
+    proof_time: ProofTime = None,
     max_tokens: MaxTokens = 64,
     device: flags.Device = "cpu",
     output: Output = None,
@@ -110,8 +115,8 @@ def command(
             artefact, reference=reference, text=text, prompts=prompts, tasks=tasks, limit=limit, judge=judge,
             judge_model=judge_model, judge_key=judge_key, engine=engine, engine_python=engine_python, gate=gate,
             max_kl=max_kl, min_top1=min_top1, max_perplexity_ratio=max_perplexity_ratio,
-            windows=windows, length=length, max_tokens=max_tokens, device=device, output=output, record=record,
-            report=report, progress=progress,
+            windows=windows, length=length, proof_time=proof_time, max_tokens=max_tokens, device=device,
+            output=output, record=record, report=report, progress=progress,
         )  # fmt: skip
     print_result(proof, picture, json)
     for file, make in written.items():

@@ -10,6 +10,7 @@ from quantry.models.reader import local_folder
 from quantry.proof.gate import own_limits
 from quantry.proof.prove import VerifyOptions, prove
 from quantry.proof.tasks.judge import JudgeEndpoint
+from quantry.proof.text import check_time
 from quantry.quantizing.origin import origin_of
 from quantry.types import Progress, Proof
 
@@ -33,6 +34,7 @@ def verify(
     max_perplexity_ratio: float | None = None,
     windows: int = 16,
     length: int = 512,
+    proof_time: float | None = None,
     max_tokens: int = 64,
     device: str = "cpu",
     output: str | Path | None = None,
@@ -43,10 +45,11 @@ def verify(
     """Measures what `artefact` lost compared with `reference`, and records the verdict in its card and quantry.json.
 
     Without a `reference` it is the 16-bit model that the artefact's quantry.json names. `text` (None: a text of the
-    package) is cut into `windows` of `length` tokens. `prompts` is a file of JSON lines, `tasks` names tasks of
-    lm-evaluation-harness with commas between, the first `limit` questions of each; `judge` is the address of a third
-    model. `max_kl`, `min_top1` and `max_perplexity_ratio` replace the limits of the `gate`. `engine` measures the
-    artefact as served: GGUF files always in llama.cpp.
+    package) is cut into `windows` of `length` tokens; 0 are all there are. With a `proof_time` in seconds, fewer are
+    measured where they do not fit into it, or where 8 or more leave no doubt about the verdict. `prompts` is a file of
+    JSON lines, `tasks` names tasks of lm-evaluation-harness with commas between, the first `limit` questions of each;
+    `judge` is the address of a third model. `max_kl`, `min_top1` and `max_perplexity_ratio` replace the limits of the
+    `gate`. `engine` measures the artefact as served: GGUF files always in llama.cpp.
 
     The verdict goes into a folder `output`, with a `report` if that is asked for. Without one, that on an artefact in
     the hub's cache goes into Quantry's own cache, and that on another tool's is not recorded. `recorded` of the proof
@@ -59,7 +62,7 @@ def verify(
     options = VerifyOptions(
         text, _path(prompts), tasks, limit, _judge(judge, judge_model, judge_key), scoring_name(engine),
         _path(engine_python), gate, windows, length, max_tokens, device,
-        own_limits(max_kl=max_kl, min_top1=min_top1, max_perplexity_ratio=max_perplexity_ratio),
+        own_limits(max_kl=max_kl, min_top1=min_top1, max_perplexity_ratio=max_perplexity_ratio), check_time(proof_time),
     )  # fmt: skip
     if limit is not None and limit < 1:
         raise QuantryError(f"--limit is {limit}", fix="give 1 or more, or leave it out for all")

@@ -11,10 +11,11 @@ import torch
 from quantry.blockwise import walk
 from quantry.proof import divergence
 from quantry.proof.divergence import Array, Divergence, Scores, TopK
-from quantry.proof.reference import Reference, shortfall
+from quantry.proof.reference import HEAD_COST, Reference, shortfall
 from quantry.proof.served.contract import Served
 from quantry.proof.served.engines import scoring_engine
 from quantry.proof.sources import ModelSource
+from quantry.proof.stages import stages
 from quantry.types import Progress
 
 
@@ -34,37 +35,67 @@ class Gap:
     top1: float  # share of positions with the same likeliest token
 
 
-@dataclass(frozen=True)
-class Measurements:
-    """An artefact against its reference; the first `text_windows` windows are of the text, the others of prompts."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """An artefact against its reference on some windows; those of prompts come after the `text_windows`."""
 
     reference: Reference
     decoded: Decoded
     served: Served | None
     text_windows: int
+    seconds: float = 0.0  # that the artefact took, decoded and in its engine
 
     @property
-    def _text(self) -> range:
+    def text(self) -> range:
         return range(self.text_windows)
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """An artefact against its reference, on one part of the windows after the other; the first has the prompts."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def reference(self) -> Reference:
+        """The first part's: k, the noise floor and the notes are those of all."""
+        return self.parts[0].reference
+
+    @property
+    def served(self) -> Served | None:
+        """The first part's: the engine, its version, its memory and its notes are those of all."""
+        return self.parts[0].served
+
+    @property
+    def text_windows(self) -> int:
+        return sum(part.text_windows for part in self.parts)
+
+    @property
+    def shortfall(self) -> float:
+        """The largest share of the divergence that lies outside the reference's top k."""
+        return max(part.decoded.shortfall for part in self.parts)
 
     @cached_property
     def decoded_figures(self) -> Divergence:
-        return summarize(self.reference, self.decoded.scores, self._text)
+        return _summarize([(part.reference, part.decoded.scores, part.text) for part in self.parts])
 
     @cached_property
     def served_figures(self) -> Divergence | None:
-        return summarize(self.reference, self.served.scores, self._text) if self.served else None
+        known = [(part.reference, part.served.scores, part.text) for part in self.parts if part.served]
+        return _summarize(known) if known else None
 
     @cached_property
     def gap(self) -> Gap | None:
         """The engine against the bytes that it loaded."""
-        return gap(self.reference, self.decoded.scores, self.served.scores, self._text) if self.served else None
+        served = [part for part in self.parts if part.served]
+        return _gap(served) if served else None
 
     @cached_property
     def prompt_figures(self) -> Divergence | None:
         """The decoded artefact on the 16-bit model's answers to prompts."""
-        windows = range(self.text_windows, len(self.reference.windows))
-        return summarize(self.reference, self.decoded.scores, windows) if windows else None
+        first = self.parts[0]
+        windows = range(first.text_windows, len(first.reference.windows))
+        return _summarize([(first.reference, first.decoded.scores, windows)]) if windows else None
 
 
 def decode(
@@ -74,7 +105,10 @@ def decode(
     tokens = [window.tokens for window in reference.windows]
     sample = reference.sample
     scores, rows = list[Scores](), list[torch.Tensor]()
-    for index, logits in walk.run(artefact, tokens, device=device, progress=progress):
+    shown = stages(progress, {"blocks": 1, "head": HEAD_COST})
+    tell = shown["head"] or (lambda *_: None)
+    for index, logits in walk.run(artefact, tokens, device=device, progress=shown["blocks"]):
+        tell(index, len(tokens), "the probabilities")
         window = reference.windows[index]
         scores.append(divergence.scores_at(logits, window.tokens, window.start, reference.top_k(index).ids))
         rows.append(sample.pick(index, logits, window.start))
@@ -94,18 +128,24 @@ def serve(
     return scoring_engine(engine, python).score(artefact.path, reference.windows, ids, progress=progress)
 
 
-def summarize(reference: Reference, scores: Sequence[Scores], windows: range) -> Divergence:
-    """Returns the figures of a range of windows."""
-    return divergence.summary(map(reference.top_k, windows), (scores[index] for index in windows))
+def _summarize(measured: Sequence[tuple[Reference, Sequence[Scores], range]]) -> Divergence:
+    """Returns the figures of some windows of each reference."""
+    return divergence.summary(
+        (reference.top_k(index) for reference, _, windows in measured for index in windows),
+        (scores[index] for _, scores, windows in measured for index in windows),
+    )
 
 
-def gap(reference: Reference, decoded: Sequence[Scores], engine: Sequence[Scores], windows: range) -> Gap:
+def _gap(parts: Sequence[Part]) -> Gap:
     """Compares the engine's probabilities with those of the decoded bytes, on the reference's top k and its tail."""
     divergences, same = list[Array](), list[Array]()
-    for index in windows:
-        as_reference = _as_reference(decoded[index], reference.top_k(index).ids)
-        divergences.append(divergence.kl(as_reference, engine[index]))
-        same.append(decoded[index].top == engine[index].top)
+    for part in parts:
+        assert part.served is not None
+        for index in part.text:
+            decoded, engine = part.decoded.scores[index], part.served.scores[index]
+            as_reference = _as_reference(decoded, part.reference.top_k(index).ids)
+            divergences.append(divergence.kl(as_reference, engine))
+            same.append(decoded.top == engine.top)
     return Gap(max(0.0, float(np.concatenate(divergences).mean())), float(np.concatenate(same).mean()))
 
 

@@ -4,9 +4,11 @@ The cheapest comes first: files, vocabulary, tokenizer and template, then the we
 in the 16-bit model (once, it is cached), in the artefact decoded from its bytes, and in the engine that serves it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from quantry.devices.catalogue import parse
@@ -19,8 +21,9 @@ from quantry.planning.memory.footprint import footprint
 from quantry.proof import gate as gates
 from quantry.proof import measure, tensor_errors
 from quantry.proof.checks import START, Check, checks
-from quantry.proof.gate import Number
-from quantry.proof.measure import Measurements
+from quantry.proof.gate import Finding, Number
+from quantry.proof.measure import Decoded, Measurements, Part
+from quantry.proof.parts import Measure, measure_parts
 from quantry.proof.questions import (
     Answered,
     Questions,
@@ -31,9 +34,12 @@ from quantry.proof.questions import (
     read_questions,
     served_model,
 )  # fmt: skip
+from quantry.proof.reference import Reference
 from quantry.proof.reference import reference as make_reference
+from quantry.proof.served.contract import Served
 from quantry.proof.served.engines import scoring_engine
 from quantry.proof.sources import ModelSource, open_source, tokenizer
+from quantry.proof.stages import named, of_all, stages
 from quantry.proof.tasks.judge import JudgeEndpoint
 from quantry.proof.tensor_errors import TensorError
 from quantry.proof.text import TextFile, Window, fitting_length, load_text
@@ -41,6 +47,7 @@ from quantry.proof.text import windows as cut
 from quantry.proof.unchanged import unchanged
 from quantry.quantizing.artefact_file import read_artefact_file
 from quantry.quantizing.recipe_file import from_card
+from quantry.report.sizes import counted
 from quantry.storage import ARTEFACT_FILE
 from quantry.types import Progress, Proof, Workload
 
@@ -49,6 +56,7 @@ GATED = ("kl", "top1", "perplexity_ratio")
 FATAL = ("finished", "vocabulary")  # checks without which nothing can be measured
 LAST = "chat-template"  # of the checks, if all could be made
 SHOWN = 5  # tensors with the largest error
+COSTS, ENGINE_COST = {"reference": 5.0, "decoded": 4.0}, 2.0  # about how the time is divided among the passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +76,7 @@ class VerifyOptions:
     max_tokens: int
     device: str
     limits: Mapping[str, float] = field(default_factory=dict)  # one's own, by measure
+    seconds: float | None = None  # for the windows of the text; None: for all of them
 
     def questions(self) -> Questions:
         return read_questions(self.prompts, self.tasks, self.limit, self.max_tokens, self.judge)
@@ -118,13 +127,19 @@ def _prove(artefact: str, reference: str, options: VerifyOptions, progress: Prog
 
     base = models.ask_original(questions)
     errors = tensor_errors.errors(original, quantized)
-    measured = models.measure([*cuts.windows, *base.windows], len(cuts.windows))
+    recorded = _recorded(quantized)
+    judge = partial(gates.judge, use=options.gate, preset=recorded.get("preset"), own=options.limits)
+    measured, left_out = measure_parts(
+        len(cuts.windows),
+        options.seconds,
+        models.measuring(cuts, base.windows),
+        lambda parts: _is_decided(judge, parts),
+    )
     answered = models.ask_quantized(questions, chats=base.chats)
     prompts = _prompt_report(questions, base, answered, measured, progress)
 
-    recorded = _recorded(quantized)
-    judged = gates.judge(_numbers(measured, prompts), options.gate, recorded.get("preset"), options.limits)
-    findings = [*({**asdict(check), "warning": False} for check in checked), *_suspects(errors), *map(asdict, judged)]
+    judged = map(asdict, judge(_numbers(measured, prompts)))
+    findings = [*({**asdict(check), "warning": False} for check in checked), *_suspects(errors), *judged]
     return Proof(
         artefact=artefact,
         reference=reference,
@@ -132,12 +147,12 @@ def _prove(artefact: str, reference: str, options: VerifyOptions, progress: Prog
         verdict=gates.verdict(findings),
         **_figures(measured),
         findings=tuple(findings),
-        text={**cuts.facts, "positions": measured.decoded_figures.positions},
+        text=cuts.facts(measured),
         worst_tensors=tuple(asdict(tensor) for tensor in sorted(errors, key=lambda tensor: -tensor.error)[:SHOWN]),
         memory=_memory(original, recorded, models.engine, measured),
         prompts=prompts,
         tasks=compare_tasks(base, answered),
-        notes=(*cuts.notes, *_notes(measured, quantized, default_text=options.text is None)),
+        notes=(*cuts.notes, *left_out, *_notes(measured, quantized, default_text=options.text is None)),
     )
 
 
@@ -156,9 +171,10 @@ class _Cuts:
         length, notes = fitting_length(options.length, *(source.config for source in (original, *others)))
         return cls(text.name, length, cut(text, tokenizer(original), length, options.windows or None), notes)
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        return {"name": self.name, "windows": len(self.windows), "length": self.length}
+    def facts(self, measured: Measurements) -> dict[str, Any]:
+        """Returns what was measured of the text."""
+        counts = {"windows": measured.text_windows, "asked": len(self.windows), "length": self.length}
+        return {"name": self.name, **counts, "positions": measured.decoded_figures.positions}
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,19 +197,39 @@ class _Models:
         model = served_model(self.quantized, self.engine, python, device) if self.engine else decoded
         return ask(questions, model, chats=chats, progress=self.progress)
 
-    def measure(self, windows: Sequence[Window], text_windows: int) -> Measurements:
-        """Runs both models on windows, the artefact in its engine too."""
-        device, engine, python = self.options.device, self.engine, self.options.engine_python
-        reference = make_reference(self.original, windows, device=device, progress=self._named("reference"))
-        decoded = measure.decode(self.quantized, reference, device=device, progress=self._named("decoded"))
-        served = (
-            measure.serve(self.quantized, reference, engine, python=python, progress=self.progress) if engine else None
-        )
-        return Measurements(reference, decoded, served, text_windows)
+    def measuring(self, cuts: _Cuts, others: Sequence[Window]) -> Measure:
+        """Returns a function that runs both models on windows of a text, and first on `others` too."""
+        limit, started = self.options.seconds, monotonic()
 
-    def _named(self, step: str) -> Progress | None:
-        report = self.progress
-        return None if report is None else lambda done, total, label: report(done, total, f"{step}: {label}")
+        def used() -> float:
+            return (monotonic() - started) / limit if limit else 0.0
+
+        def measure_part(places: range, like: Reference | None) -> Part:
+            costs = {**COSTS, self.engine: ENGINE_COST} if self.engine else COSTS
+            report = named(self.progress, f"{counted(len(cuts.windows), 'window')} of {cuts.length} tokens")
+            shown = stages(of_all(report, places, len(cuts.windows), used), costs)
+            windows = [*cuts.windows[places.start : places.stop], *(() if like else others)]
+            reference = make_reference(
+                self.original,
+                windows,
+                like=like,
+                device=self.options.device,
+                progress=named(shown["reference"], "reference"),
+            )
+            began = monotonic()
+            decoded, served = self._run(reference, shown)
+            return Part(reference, decoded, served, len(places), monotonic() - began)
+
+        return measure_part
+
+    def _run(self, reference: Reference, shown: Mapping[str, Progress | None]) -> tuple[Decoded, Served | None]:
+        """Runs the artefact, decoded and in its engine."""
+        engine, python = self.engine, self.options.engine_python
+        progress = named(shown["decoded"], "decoded")
+        decoded = measure.decode(self.quantized, reference, device=self.options.device, progress=progress)
+        if engine is None:
+            return decoded, None
+        return decoded, measure.serve(self.quantized, reference, engine, python=python, progress=shown[engine])
 
 
 def _check_measurable(reference: str | Path, artefact: str | Path, content: str) -> tuple[Check, ...]:
@@ -234,15 +270,19 @@ def _numbers(measured: Measurements, prompt_report: Mapping[str, Any] | None) ->
     return numbers
 
 
+def _is_decided(judge: Callable[[Mapping[str, Number]], tuple[Finding, ...]], measured: Measurements) -> bool:
+    """Says if every interval lies on one side of its limit."""
+    return not any(finding.straddles for finding in judge(_numbers(measured, None)))
+
+
 def _figures(measured: Measurements) -> dict[str, Any]:
     figures, reference = measured.decoded_figures, measured.reference
-    shortfall = measured.decoded.shortfall
     return {
         **figures.values(FIGURES),
         "reference_perplexity": figures.reference_perplexity.value,
         "noise_floor": reference.noise_floor,
         "intervals": figures.intervals(FIGURES),
-        "compact": {"k": reference.k, "vocabulary": reference.vocabulary, "shortfall": shortfall},
+        "compact": {"k": reference.k, "vocabulary": reference.vocabulary, "shortfall": measured.shortfall},
         "served": _served(measured),
     }
 
@@ -281,7 +321,7 @@ def _memory(
 
 
 def _notes(measured: Measurements, artefact: ModelSource, *, default_text: bool) -> tuple[str, ...]:
-    reference, served, lacking = measured.reference, measured.served, measured.decoded.shortfall
+    reference, served, lacking = measured.reference, measured.served, measured.shortfall
     notes = [*reference.notes, *(served.notes if served else ())]
     if lacking > 0.01:
         kept = f"the {reference.k} tokens kept of the reference"

@@ -40,14 +40,15 @@ from quantry.numerics.grids import dequantize
 from quantry.proof import divergence
 from quantry.proof.divergence import Array, TopK, all_ids, full_kl, kl, scores_at
 from quantry.proof.sources import ModelSource, open_source
+from quantry.proof.stages import stages
 from quantry.proof.text import Window
 from quantry.storage import VARIABLE, home, write_atomically
 from quantry.storage.holding import Holder, hold
 from quantry.storage.reading import read_json
 from quantry.types import Activation, Grid, Progress
 
-NOTED = ("vocabulary", "k", "recovered", "noise", "notes", "seconds")
-LAYOUT = 1  # version of the files below; increase it when their content or the measurement changes
+NOTED = ("vocabulary", "k", "recovered", "noise", "notes", "seconds", "run_seconds")
+LAYOUT = 2  # version of the files below; increase it when their content or the measurement changes
 DATA, NOTE, LOCK = "reference.safetensors", "reference.json", "lock"
 
 KEPT_WHOLE = 8192  # for vocabularies up to this size k is the whole vocabulary
@@ -59,6 +60,8 @@ PROBE_TOKENS = 256  # of each probe, for the choice of k
 NOISE_TOKENS = 64  # of each probe; float16 takes ten times as long as float32 on a CPU that cannot multiply it
 STAND_IN = Grid("int", 4, (1, 64))
 NOISE_TYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
+NOISE_COSTS = {"bf16": 1, "f16": 10}  # of a token, against float32
+HEAD_COST = 0.25  # of a token: its logits and their top k, against the blocks
 BATCH, OTHER_BATCH = 4, 1
 
 WEIGHT_FILES = (".safetensors", ".gguf")
@@ -91,6 +94,7 @@ class Reference:
     noise: Mapping[str, float]  # dtype -> mean divergence of its arithmetic, in nats
     notes: tuple[str, ...]
     seconds: float  # that the computation took
+    run_seconds: float  # of these, for the windows themselves
     folder: Path
 
     @property
@@ -120,20 +124,23 @@ def reference(
     windows: Sequence[Window],
     *,
     k: int | None = None,
+    like: Reference | None = None,
     device: str = "cpu",
     cache: Path | None = None,
     progress: Progress | None = None,
 ) -> Reference:
     """Returns the reference of a model on some windows from the cache (None: the user's), or computes and stores it.
 
+    `like` is that of other windows of the same text: its k and noise floor are taken over rather than measured again.
     Raises QuantryError if there is no window or `k` is below 1, and OutputError if the cache cannot be written.
     """
     if not windows or (k is not None and k < 1):
         raise QuantryError(f"{len(windows)} windows with k = {k} leave nothing to measure", fix="ask for at least 1")
     source = model if isinstance(model, ModelSource) else open_source(model)
-    folder = (cache or cache_folder()) / fingerprint(source, windows, k)
+    folder = (cache or cache_folder()) / fingerprint(source, windows, k, like)
     with _locked(folder):
-        made = _load(folder, windows) or _built(_Builder(source, tuple(windows), k, device, folder, progress), folder)
+        builder = _Builder(source, tuple(windows), like.k if like else k, like, device, folder, progress)
+        made = _load(folder, windows) or _built(builder, folder)
         hold(folder, made)
         return made
 
@@ -160,9 +167,10 @@ def cache_folder() -> Path:
     return home() / "references"
 
 
-def fingerprint(source: ModelSource, windows: Sequence[Window], k: int | None) -> str:
+def fingerprint(source: ModelSource, windows: Sequence[Window], k: int | None, like: Reference | None = None) -> str:
     """Returns a hash of everything a reference depends on: weights, tokenizer, windows, the choice of k, version."""
     method = [__version__, LAYOUT, k or [SHARE, SAMPLE_BYTES, PROBES, PROBE_TOKENS], [PROBES, NOISE_TOKENS]]
+    method += [like.folder.name] if like else []
     digest = hashlib.sha256(json.dumps(method).encode())
     folder = source.path if source.path.is_dir() else source.path.parent
     for name in sorted(source.checkpoint.files):
@@ -213,14 +221,15 @@ class _Builder:
         source: ModelSource,
         windows: tuple[Window, ...],
         k: int | None,
+        like: Reference | None,
         device: str,
         folder: Path,
         progress: Progress | None,
     ) -> None:
-        self._source, self._windows, self._k, self._device = source, windows, k, device
-        self._folder, self._progress = folder, progress
-        self._passes = 0
+        self._source, self._windows, self._k, self._like, self._device = source, windows, k, like, device
+        self._folder, self._pass = folder, "run"
         self._probes = sorted(set(np.linspace(0, len(windows) - 1, min(PROBES, len(windows))).round().astype(int)))
+        self._shown = stages(progress, self._costs())
 
     def build(self) -> Reference:
         """Runs the model on all windows, chooses k, writes the top k, measures the noise, and writes the note last."""
@@ -229,13 +238,15 @@ class _Builder:
         order = [*self._probes, *(index for index in range(len(self._windows)) if index not in self._probes)]
         for block in walk.blocks([self._windows[index].tokens for index in order]):
             self._report(block.index, walk.count, block.name)
-        self._passes = 1
+        ran = monotonic() - started
         sample, vocabulary = self._sample(walk)
+        self._pass = "k"
         k, share = self._choose(sample, vocabulary)
-        self._passes = 2
+        self._pass, began = "head", monotonic()
         digest = self._write(walk, order, sample, k, vocabulary)
-        written = Reference(self._windows, vocabulary, k, share, {}, (), 0.0, self._folder)
-        noise, notes = self._noise(written)
+        ran += monotonic() - began
+        written = Reference(self._windows, vocabulary, k, share, {}, (), 0.0, round(ran, 3), self._folder)
+        noise, notes = (self._like.noise, ()) if self._like else self._noise(written)
         finished = replace(written, noise=noise, notes=notes, seconds=round(monotonic() - started, 3))
         _write_note(finished, digest)
         return finished
@@ -288,6 +299,7 @@ class _Builder:
         header = safetensors_header(entries, {})
         with _writing(self._folder), ShardWriter(self._folder / DATA, header, entries) as writer:
             for place, logits in walk.logits():
+                self._report(place, len(order), "the probabilities")
                 window = self._windows[order[place]]
                 kept = divergence.top_k(logits, window.tokens, window.start, k)
                 for name, dtype, _ in _entries(order[place], window.scored, k, vocabulary):
@@ -300,6 +312,7 @@ class _Builder:
         """Measures the divergence that 16-bit arithmetic and another batch shape alone cause."""
         noise, notes = {}, []
         for name, dtype in NOISE_TYPES.items():
+            self._pass = name
             try:
                 divergences = [
                     self._noise_of(written, index, logits)
@@ -308,8 +321,6 @@ class _Builder:
             except WeightError:
                 notes.append(f"the reference overflows in {name}, which is left out of the noise floor")
                 continue
-            finally:
-                self._passes += 1
             noise[name] = max(0.0, float(np.concatenate(divergences).mean()))
         return noise, tuple(notes)
 
@@ -329,10 +340,19 @@ class _Builder:
         window = self._windows[index]
         return Window(window.tokens[: max(tokens, window.start + 1)], window.start)
 
-    def _report(self, done: int, blocks: int, name: str) -> None:
-        """Reports the blocks of all passes: the run, the stand-in, and one for each type of the noise floor."""
-        if self._progress:
-            self._progress(self._passes * blocks + done, (2 + len(NOISE_TYPES)) * blocks, name)
+    def _costs(self) -> dict[str, float]:
+        """Returns the tokens that each pass takes: the run, the stand-in, the head, one for each type of the noise."""
+        tokens = sum(len(window.tokens) for window in self._windows)
+        probed, noisy = (
+            sum(len(self._start_of(index, count).tokens) for index in self._probes)
+            for count in (PROBE_TOKENS, NOISE_TOKENS)
+        )
+        costs = {"run": tokens, "k": 0 if self._k else probed, "head": HEAD_COST * tokens}
+        return costs | {name: 0 if self._like else noisy * NOISE_COSTS[name] for name in NOISE_TYPES}
+
+    def _report(self, done: int, total: int, name: str) -> None:
+        if report := self._shown[self._pass]:
+            report(done, total, name)
 
 
 def _entries(index: int, positions: int, k: int, vocabulary: int) -> list[Entry]:

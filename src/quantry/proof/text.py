@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,13 @@ def fitting_length(length: int, *configs: Mapping[str, Any]) -> tuple[int, tuple
     if context >= length:
         return length, ()
     return context, (f"windows have {context} tokens, not {length}: that is the model's context",)
+
+
+def check_time(seconds: float | None) -> float | None:
+    """Returns the seconds that the windows of a proof may take. Raises QuantryError if they are none."""
+    if seconds is not None and not (isfinite(seconds) and seconds > 0):
+        raise QuantryError(f"a proof cannot be made in {seconds:g} s", fix="give --proof-time 3m, or leave it out")
+    return seconds
 
 
 def load_text(file: str | Path | None) -> TextFile:

@@ -18,10 +18,10 @@ from quantry.planning.commands import plain_name
 from quantry.planning.option import Option
 from quantry.planning.plan import Plan, plan
 from quantry.planning.rules import find_use
-from quantry.proof.text import TextFile, fitting_length, load_text
+from quantry.proof.text import TextFile, check_time, fitting_length, load_text
 from quantry.proof.text import windows as cut
 from quantry.quantizing.recipe import AUTO, presets
-from quantry.report.sizes import counted, human
+from quantry.report.sizes import counted, duration, human
 from quantry.serving.process import check_port
 from quantry.serving.select import Installed, find_engine
 from quantry.storage import ARTEFACT_FILE
@@ -44,6 +44,7 @@ class RunOptions:
     port: int | None = None  # 0 takes a free one
     text: str | Path | None = None  # to measure on
     windows: int = 16
+    proof_time: float | None = 180.0  # seconds; None: for all windows
     question: str = QUESTION
     device: str | None = None  # to compute on; a GPU if there is one
 
@@ -121,6 +122,7 @@ class RunPlan:
         facts = engine_facts(name).verify if name else None
         python = self.options.engine_python if facts and not facts.embedded else None
         common = {"gate": self.gate, "windows": self.options.windows, "length": LENGTH, "device": self.device}
+        common["proof_time"] = self.options.proof_time
         return {**common, "engine": name, "engine_python": python, "text": self.options.text}
 
     @property
@@ -145,7 +147,9 @@ class RunPlan:
     def proof_words(self) -> str:
         """Returns what the proof will measure."""
         served = f", decoded and in {self.measured_in}" if self.measured_in else ""
-        return f"measures {counted(self.text.windows, 'window')} of {self.text.length} tokens, in 16 bit{served}"
+        words = f"{counted(self.text.windows, 'window')} of {self.text.length} tokens, in 16 bit{served}"
+        limit = self.options.proof_time
+        return f"measures up to {words}, for at most about {duration(limit)}" if limit else f"measures {words}"
 
     def fall_back(self, failure: str) -> "RunPlan | None":
         """Returns the plan with the next candidate that should lose less; None if there is none."""
@@ -170,6 +174,7 @@ def plan_run(model: str, output: str | Path | None, options: RunOptions) -> RunP
     text = load_text(options.text)
     if options.windows < 1:
         raise QuantryError(f"--windows is {options.windows}", fix="give 1 or more")
+    check_time(options.proof_time)
     if options.port:
         check_port(HOST, options.port)
     planned = plan(model, gpu=options.gpu, use=options.use, context=options.context, engine=options.engine)

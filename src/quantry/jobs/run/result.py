@@ -34,7 +34,7 @@ class Run:
     source_bytes: int
     bytes: int
     bits_per_weight: float
-    proof: Mapping[str, Any] | None  # verdict, gate, kl, served_kl, top1, perplexity, reference_perplexity
+    proof: Mapping[str, Any] | None  # verdict, gate, kl, served_kl, kl_interval, windows, top1, ...
     memory: Mapping[str, Mapping[str, int]]  # predicted and measured, by part
     speed: Mapping[str, float | None]  # tokens_per_s, predicted_tokens_per_s, first_token_s
     question: str | None
@@ -77,6 +77,8 @@ def figures_of(proof: Mapping[str, Any]) -> dict[str, Any]:
         "engine": served.get("engine"),
         "kl": proof["kl"],
         "served_kl": served.get("kl"),
+        "kl_interval": judged["intervals"]["kl"],
+        "windows": proof["text"]["windows"],
         "top1": judged["top1"],
         "perplexity": judged["perplexity"],
         "reference_perplexity": proof["reference_perplexity"],

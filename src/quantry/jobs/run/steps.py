@@ -19,7 +19,7 @@ from quantry.models.identity import identity
 from quantry.models.reader import local_folder, open_checkpoint
 from quantry.planning.commands import plain_name
 from quantry.quantizing.artefact_file import Finding
-from quantry.report.sizes import human
+from quantry.report.sizes import counted, human
 from quantry.serving.client import Answer
 from quantry.serving.prepare import ServerPlan, prepare
 from quantry.serving.process import Running, start
@@ -46,6 +46,7 @@ class RunProof(TypedDict):
     perplexity: float
     reference_perplexity: float
     served: dict[str, Any] | None
+    intervals: dict[str, Any]
     findings: list[Finding]
     text: dict[str, Any]
     notes: list[str]
@@ -238,13 +239,15 @@ class RunSteps:
             return False
         text = proof.get("text") or {}
         wanted = (self._plan.gate, self._plan.text.windows, self._plan.text.length)
-        return (proof.get("gate"), text.get("windows"), text.get("length")) == wanted
+        return (proof.get("gate"), text.get("asked", text.get("windows")), text.get("length")) == wanted
 
     def _proof_summary(self) -> str:
         proof = figures_of(self._card["proof"])
         engine = f" in {proof['engine']}" if proof["engine"] else ""
         kl = proof["kl"] if proof["served_kl"] is None else proof["served_kl"]
-        words = f"KL {kl:.4f}{engine}, {proof['top1']:.1%} same first token"
+        low, high = proof["kl_interval"]
+        certain = f"{low:.4f} to {high:.4f}, {counted(proof['windows'], 'window')}"
+        words = f"KL {kl:.4f}{engine} ({certain}), {proof['top1']:.1%} same first token"
         return f"{words}; gate {proof['gate']}: {proof['verdict']}"
 
     def _weights(self) -> Path:
