@@ -1,6 +1,7 @@
 """The model run block by block against transformers' run of the whole model."""
 
 import gc
+import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -433,3 +434,13 @@ def test_models_made_at_once_leave_transformers_unchanged(tiny: TinyModel) -> No
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(lambda _: walk.Walk(open_source(folder)), range(12)))
     assert transformers.PreTrainedModel.tie_weights is before
+
+
+def test_hidden_states_lie_in_a_file_where_the_system_cannot_allocate_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "posix_fallocate")  # as on macOS
+    values = walk.mapped(6, torch.float32, tmp_path)
+    values.copy_(torch.arange(6.0))
+    assert values.tolist() == [0, 1, 2, 3, 4, 5]
+    assert not list(tmp_path.iterdir())

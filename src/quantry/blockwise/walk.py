@@ -246,20 +246,26 @@ def _batches(windows: Sequence[Sequence[int]], size: int, rows: int) -> list[Bat
 
 
 def mapped(count: int, dtype: torch.dtype, folder: Path | None) -> Tensor:
-    """Returns `count` values in a file without a name; all its space is allocated now, so that no later write fails.
+    """Returns `count` values in a file without a name.
 
-    Raises OutputError if the folder has no room for it.
+    All its space is allocated now where the system can do that, so that no later write fails. Raises OutputError if the
+    folder has no room for it.
     """
     size = count * dtype.itemsize
     try:
         with NamedTemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, size)
+            getattr(os, "posix_fallocate", _lengthen)(file.fileno(), 0, size)
             return torch.from_file(file.name, shared=True, size=count, dtype=dtype)
     except OSError as error:
         raise OutputError(
             f"no room for {size:,} bytes of hidden states in {folder or gettempdir()}: {error.strerror}",
             fix="free some space, or take fewer or shorter samples",
         ) from error
+
+
+def _lengthen(file: int, start: int, size: int) -> None:
+    """Gives a file its length where the system cannot allocate its space, as on macOS."""
+    os.ftruncate(file, start + size)
 
 
 def _equal(a: Any, b: Any) -> bool:
