@@ -174,7 +174,7 @@ def a_sensitivity() -> Sensitivity:
 
 def a_run() -> Run:
     proof = {
-        "verdict": "pass", "gate": "general", "kl": 0.0123, "served_kl": 0.0124, "top1": 0.98, "perplexity": 12.3,
+        "verdict": "pass", "gate": "general", "kl": 0.0123, "served_kl": 0.0124, "kl_interval": (0.011, 0.013), "windows": 16, "top1": 0.98, "perplexity": 12.3,
         "reference_perplexity": 12.2, "wrong": [],
     }  # fmt: skip
     memory = {"weights": 123456789, "kv_cache": 12345678}

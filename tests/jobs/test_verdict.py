@@ -95,7 +95,7 @@ def test_no_verdict_on_bytes_that_change_meanwhile(made: Callable[[str], Path]) 
     weights = next(artefact.glob("*.safetensors"))
 
     def exchange(done: int, total: int, label: str) -> None:
-        if label.startswith("decoded") and not (artefact / "moved").exists():
+        if ": decoded: " in label and not (artefact / "moved").exists():
             weights.rename(artefact / "moved")
             weights.write_bytes((artefact / "moved").read_bytes()[:-8] + bytes(8))
 

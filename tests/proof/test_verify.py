@@ -127,7 +127,7 @@ def test_figures_are_those_of_plain_float64(made: Make, proven: Callable[[str], 
     low, high = proof.intervals["kl"]
     assert low < proof.kl < high
     assert 0 < proof.noise_floor < 1e-3
-    assert proof.text == {"name": "held-out.txt", "windows": 2, "length": 64, "positions": 2 * 63}
+    assert proof.text == {"name": "held-out.txt", "windows": 2, "asked": 2, "length": 64, "positions": 2 * 63}
 
 
 def test_json_names_are_frozen(proven: Callable[[str], Proof]) -> None:
