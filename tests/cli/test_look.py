@@ -22,7 +22,7 @@ import pytest
 
 from quantry import registry
 from quantry.cli import bench, cache, diff, hardware, inspect, main, matrix, plan, run, sensitivity, sweep, tune, verify
-from quantry.cli._output import _Lines, show, steps
+from quantry.cli._output import _Lines, progress_bar, show
 from quantry.jobs.auto.sensitivity import LayerSensitivity, MeasuredChoice, Sensitivity
 from quantry.jobs.load.bench import Bench
 from quantry.jobs.load.choice import Trial
@@ -326,9 +326,9 @@ def test_small_shares_are_not_nothing() -> None:
 
 
 def test_progress_is_lines_where_a_bar_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
-    with steps() as progress:  # captured: no terminal
+    with progress_bar() as progress:  # captured: no terminal
         assert isinstance(progress.__self__, _Lines)  # type: ignore[union-attr]
-    with patch.dict(os.environ, {"TERM": "dumb"}), patch.object(sys, "stderr", Terminal()), steps() as progress:
+    with patch.dict(os.environ, {"TERM": "dumb"}), patch.object(sys, "stderr", Terminal()), progress_bar() as progress:
         assert isinstance(progress.__self__, _Lines)  # type: ignore[union-attr]
     assert capsys.readouterr() == ("", "")
 

@@ -218,7 +218,7 @@ def test_what_is_there_is_taken(again: Path, peer: Path, finished: tuple[Path, S
     assert {file: file.stat().st_mtime_ns for file in stamps} == stamps
     assert told[:2] == ["1 of 4: gguf-q4_0", "1 of 4: gguf-q4_0 is made and measured already"]
     assert sum("already" in line for line in told) == 4
-    assert progress == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert progress == [(25, 100), (50, 100), (75, 100), (100, 100)]
 
 
 @deep

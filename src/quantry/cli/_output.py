@@ -1,7 +1,7 @@
 """Results on standard output: JSON for programs, tables for people. Progress is shown on standard error."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rich.console import Console, RenderableType
-    from rich.progress import ProgressColumn
     from rich.text import Text
 
     from quantry.cli._table import Fitted
     from quantry.types import Artefact, Progress
 
 FIRST_LINE, LINES = 10.0, 30.0  # seconds until a line of progress, and between two
+SPEED = 600.0  # seconds that the time left is estimated from
 WIDE = 140  # characters of a table in a file or a pipe
 
 
@@ -165,28 +165,12 @@ def finish(artefact: "Artefact", dry_run: bool, json: bool, page: "Path | None" 
         tell_next(artefact.path, verify=True)
 
 
-# Both bars yield a function to report with, or None if `quiet`. Without a terminal they write a line now and then.
-
-
-def bar(quiet: bool = False, title: str = "") -> "AbstractContextManager[Progress | None]":
-    """Shows bytes done of bytes in all, with the speed and the time left."""
-    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    return _shown(quiet, title, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-
-
-def steps(quiet: bool = False, title: str = "") -> "AbstractContextManager[Progress | None]":
-    """Shows how many of how many steps are done, with the time they took and the time left."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    return _shown(quiet, title, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-
-
 @contextmanager
-def _shown(quiet: bool, title: str, *columns: "ProgressColumn") -> "Iterator[Progress | None]":
-    from rich.progress import Progress as Bar
-    from rich.progress import TextColumn
+def progress_bar(quiet: bool = False, title: str = "") -> "Iterator[Progress | None]":
+    """Shows how much is done, how long it took, how long it will take, and what is being done.
 
+    Yields a function to report with, or None if `quiet`. Without a terminal it writes a line now and then.
+    """
     if quiet:
         yield None
         return
@@ -196,7 +180,12 @@ def _shown(quiet: bool, title: str, *columns: "ProgressColumn") -> "Iterator[Pro
     if not terminal.is_terminal or terminal.is_dumb_terminal:
         yield _Lines().tell
         return
-    with Bar(*columns, TextColumn("{task.description}"), console=terminal, transient=True) as shown:
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    words = TextColumn("{task.description}")
+    with Bar(*columns, words, console=terminal, transient=True, speed_estimate_period=SPEED) as shown:
         task = shown.add_task("")
         yield lambda done, total, label: shown.update(task, completed=done, total=total, description=label)
 

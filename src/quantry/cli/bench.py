@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from quantry.cli._flags import AnswerTokens, Chat, Dataset, GuidellmPython, Json, PromptTokens, Tokenizer
-from quantry.cli._output import print_result, steps, table
+from quantry.cli._output import print_result, progress_bar, table
 from quantry.engines.contract.options import API_KEY
 from quantry.report.sizes import percent, short
 
@@ -71,7 +71,7 @@ def command(
     from quantry.jobs.load.bench import bench
     from quantry.jobs.load.slo import parse_limits
 
-    with steps(quiet=json) as progress:
+    with progress_bar(quiet=json) as progress:
         result = bench(
             url, model=model, concurrency=_streams(concurrency), rate=_rates(rate), prompt_tokens=prompt_tokens,
             answer_tokens=answer_tokens, requests=requests, seconds=seconds,

@@ -6,7 +6,7 @@ import typer
 
 from quantry.cli import _flags as flags
 from quantry.cli._first import check_present, check_preset
-from quantry.cli._output import announce, bar, finish
+from quantry.cli._output import announce, finish, progress_bar
 
 GROUP = "make"
 EXAMPLES = (
@@ -36,7 +36,7 @@ def command(
     check_preset(requantize)
     from quantry.quantizing.convert import convert
 
-    with bar(quiet=json) as progress:
+    with progress_bar(quiet=json) as progress:
         artefact = convert(
             source,
             output,

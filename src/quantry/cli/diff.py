@@ -6,7 +6,7 @@ import typer
 
 from quantry.cli import _flags as flags
 from quantry.cli._first import check_given, check_present, check_windows
-from quantry.cli._output import print_result, steps, table
+from quantry.cli._output import print_result, progress_bar, table
 from quantry.report.sizes import human, nats
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def command(
     check_windows(windows, length=length)
     from quantry.proof.diff import diff
 
-    with steps(quiet=json) as progress:
+    with progress_bar(quiet=json) as progress:
         difference = diff(a, b, text=text, windows=windows, length=length, device=device, progress=progress)
     print_result(difference, picture, json)
 

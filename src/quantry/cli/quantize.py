@@ -7,7 +7,7 @@ import typer
 
 from quantry.cli import _flags as flags
 from quantry.cli._first import check_calibration, check_given, check_models, check_recipe
-from quantry.cli._output import announce, bar, finish, write_report
+from quantry.cli._output import announce, finish, progress_bar, write_report
 
 if TYPE_CHECKING:
     from quantry.types import Artefact
@@ -99,7 +99,7 @@ def command(
         announced.extend(planned.notes)
         typer.echo("".join(f"{note}\n" for note in planned.notes), nl=False)
 
-    with bar(quiet=json) as progress:
+    with progress_bar(quiet=json) as progress:
         artefact = quantize(
             model, output, preset=preset, recipe=recipe, plan=plan, format=format, group=group, budget=budget, gpu=gpu,
             rounder=rounder, transform=transform, imatrix=imatrix, input_scales=input_scales, kv=kv, data=data,

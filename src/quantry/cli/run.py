@@ -8,7 +8,7 @@ import typer
 
 from quantry.cli import _flags as flags
 from quantry.cli._first import check_engine, check_given, check_use
-from quantry.cli._output import bar, print_json, show, steps, to_copy
+from quantry.cli._output import print_json, progress_bar, show, to_copy
 from quantry.report.sizes import counted, human, percent
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def command(
             question=QUESTION if ask is None else ask, device=device, serve=serve, verify=verify,
             tell=None if json else _tell,
             confirm=(lambda words: typer.confirm(words, default=True, err=True)) if asks else None,
-            showing=lambda name, words: (bar if name == "quantize" else steps)(json, title=f"{name:<9} {words}"),
+            showing=lambda name, words: progress_bar(json, title=f"{name:<9} {words}"),
         )  # fmt: skip
         with done:
             _report(done, json=json)

@@ -6,7 +6,7 @@ import typer
 
 from quantry.cli import _flags as flags
 from quantry.cli._first import check_calibration, check_given, check_models
-from quantry.cli._output import print_result, steps, table
+from quantry.cli._output import print_result, progress_bar, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -43,7 +43,7 @@ def command(
     check_models(model)
     from quantry.jobs.auto.sensitivity import sensitivity
 
-    with steps(quiet=json) as progress:
+    with progress_bar(quiet=json) as progress:
         losses = sensitivity(
             model, format=format, data=data, samples=samples, length=length, device=device, rounder=rounder,
             transform=transform, grids=None if grids is None else [name.strip() for name in grids.split(",")],

@@ -16,7 +16,7 @@ from quantry.cli._first import (
     check_windows,
 )
 from quantry.cli._next import tell_next
-from quantry.cli._output import print_result, steps, table
+from quantry.cli._output import print_result, progress_bar, table
 from quantry.report.sizes import counted
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def command(
     check_models(model)
     from quantry.jobs.sweep.sweep import sweep
 
-    with steps(quiet=json) as progress:
+    with progress_bar(quiet=json) as progress:
         done = sweep(
             model, output, presets=presets, peers=peers, text=text, windows=windows, verify_length=verify_length,
             gate=gate, data=data, samples=samples, length=length, rounder=rounder, group=group, device=device,

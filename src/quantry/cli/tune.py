@@ -7,7 +7,7 @@ import typer
 
 from quantry.cli._flags import AnswerTokens, Chat, Dataset, GuidellmPython, Json, PromptTokens, Tokenizer
 from quantry.cli._options import takes
-from quantry.cli._output import print_result, steps, table
+from quantry.cli._output import print_result, progress_bar, table
 from quantry.engines.contract.options import Options
 from quantry.report.sizes import counted, percent, short
 
@@ -72,7 +72,7 @@ def command(
     from quantry.jobs.load.slo import parse_limits
     from quantry.jobs.load.tune import tune
 
-    with steps(quiet=json) as progress:
+    with progress_bar(quiet=json) as progress:
         tuned = tune(
             artefact, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens, concurrency=concurrency,
             requests=requests, shared_prefix=shared_prefix, dataset=dataset, tokenizer=tokenizer, chat=chat,

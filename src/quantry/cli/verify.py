@@ -15,7 +15,7 @@ from quantry.cli._first import (
     check_windows,
 )
 from quantry.cli._next import tell_next
-from quantry.cli._output import check_files, print_result, steps, table, write_file
+from quantry.cli._output import check_files, print_result, progress_bar, table, write_file
 from quantry.report.ci import answered, differing
 from quantry.report.sizes import counted, percent
 
@@ -110,7 +110,7 @@ def command(
     written = {file: make for file, make in ((junit, ci.junit), (markdown, ci.markdown)) if file}
     if record and Path(artefact).expanduser().exists() and (why := obstacle(Path(artefact).expanduser(), output)):
         typer.echo(f"warning: the verdict will not be recorded: {why}", err=True)
-    with steps(quiet=json) as progress:
+    with progress_bar(quiet=json) as progress:
         proof = verify(
             artefact, reference=reference, text=text, prompts=prompts, tasks=tasks, limit=limit, judge=judge,
             judge_model=judge_model, judge_key=judge_key, engine=engine, engine_python=engine_python, gate=gate,

@@ -28,6 +28,7 @@ from quantry.quantizing.recipe_file import read_plan, read_recipe
 from quantry.quantizing.targets import GgufTarget, target_of
 from quantry.quantizing.tensor_plan import dividing_group
 from quantry.quantizing.width import wider_than_named
+from quantry.report.stages import named, stages
 from quantry.storage import ARTEFACT_FILE, SENSITIVITY_FILE
 from quantry.types import Artefact, Checkpoint, Progress
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 REPORT_BYTES = 2 << 20  # of report.html and report.png, which grow with the layers
 SEQUENTIAL = False  # calibrate each block on the output of quantized ones by default; it gained nothing for AWQ + GPTQ
+CHOOSING, MEASURING = 3, 3  # the work of preset auto and of an importance matrix, against that of writing
 NOT_CALIBRATED = "leave it out, use a calibrated preset, or --rounder gptq"
 
 
@@ -88,14 +90,15 @@ def quantize(
     }  # fmt: skip
     text = CalibrationOptions(data, samples, length, low_memory)
     options = JobOptions(computing(device), text, keep_odd, overwrite=overwrite)
-    chosen, options = (_mixture if preset == AUTO else _recipe)(model, settings, options, progress)
+    shown = stages(progress, {"choosing": CHOOSING if preset == AUTO else 0, "writing": 1})
+    chosen, options = (_mixture if preset == AUTO else _recipe)(model, settings, options, shown["choosing"])
     job = QuantizeJob(model, out, _in_sequence(chosen, sequential), options)
     if not overwrite and (out / ARTEFACT_FILE).is_file():
         return job.finished()
     if announce:
         announce(job.planned)
     job.check_room()
-    return job.planned if dry_run else job.run(shard_bytes, progress)
+    return job.planned if dry_run else job.run(shard_bytes, shown["writing"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +160,13 @@ class QuantizeJob:
         if open_checkpoint(folder).tensors != checkpoint.tensors:
             raise CheckpointError(f"{self._model} changed after its headers were read", fix="run the command again")
         reader = WeightReader(checkpoint, MappedWeights(folder), options.device)
-        both = _Progress(progress, self._plan.bytes)
-        calibration = self._calibrator.start(folder, reader.whole, both.blocks) if self._calibrator else None
         recipe, target, plan = self._recipe, self._target, self._plan
-        if calibration and recipe.imatrix == AUTO:
+        measures_first = self._calibrator is not None and recipe.imatrix == AUTO
+        shown = stages(progress, {"text": MEASURING if measures_first else 0, "weights": 1})
+        both = _Progress(shown["weights"])
+        walked = named(shown["text"], "calibrating") if measures_first else both.blocks
+        calibration = self._calibrator.start(folder, reader.whole, walked) if self._calibrator else None
+        if calibration and measures_first:
             assert isinstance(target, GgufTarget)
             vectors, file = calibration.importance(target.tensors())
             recipe = replace(recipe, imatrix=vectors.sha256)
@@ -172,7 +178,7 @@ class QuantizeJob:
             identity(open_checkpoint(folder)), options.device.type, self._extra_files(), options.overwrite,
         )  # fmt: skip
         needs_blocks = recipe.needs_statistics or recipe.distilled or recipe.cache is not None
-        return write(job, target.maker(reader), calibration if needs_blocks else None, both.bytes if progress else None)
+        return write(job, target.maker(reader), calibration if needs_blocks else None, both.bytes)
 
     def _prepared_calibration(self, recipe: Recipe) -> "Calibrator | None":
         """Loads the text of a calibrated job; others load no model and refuse the options of calibration."""
@@ -199,11 +205,11 @@ class QuantizeJob:
 class _Progress:
     """Progress of a job that walks through a model between the pieces it writes."""
 
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress, self._done, self._total = progress, 0, total
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress, self._done, self._total = progress, 0, 1
 
     def bytes(self, done: int, total: int, label: str) -> None:
-        self._done = done
+        self._done, self._total = done, total
         if self._progress:
             self._progress(done, total, label)
 
@@ -234,10 +240,7 @@ def _mixture(
     used = ("budget", "format", "rounder", "transform", "kv", "gpu")
     auto = AutoOptions(**{key: settings[key] for key in used if settings[key] is not None})
 
-    def measuring(done: int, total: int, label: str) -> None:
-        if progress:
-            progress(0, 1, f"looking where bits matter, {done} of {total} steps: {label}")
-
+    measuring = named(progress, "looking where bits matter")
     mixture = choose_mixture(model, auto, options.text, options.device, measuring)
     return mixture.recipe, replace(options, keep_odd=True, mixture=mixture)
 

@@ -11,10 +11,12 @@ from quantry.errors import QuantryError
 from quantry.models.anatomy import dissect
 from quantry.proof import divergence, tensor_errors
 from quantry.proof.divergence import Scores, TopK
+from quantry.proof.reference import HEAD_COST
 from quantry.proof.sources import ModelSource, open_source, tokenizer
 from quantry.proof.text import Window, fitting_length, load_text
 from quantry.proof.text import windows as cut
 from quantry.quantizing.origin import origin_of
+from quantry.report.stages import named, stages
 from quantry.types import Difference, Progress
 
 FIGURES = ("kl", "kl_median", "kl_p99", "top1")
@@ -45,12 +47,14 @@ def diff(
     cuts, cuts_of_b = (cut(content, tokenizer(source), length, windows or None) for source in sources)
     if cuts != cuts_of_b:
         notes += ("the two tokenize the text differently; both were given the tokens of A",)
+    shown = stages(progress, {"A": 1, "B": 1, "head": 2 * HEAD_COST, "weights": tensor_errors.COST})
     walk_a, walk_b = (
-        _finished_walk(source, cuts, device, letter, progress) for source, letter in zip(sources, "AB", strict=True)
+        _finished_walk(source, cuts, device, named(shown[letter], letter))
+        for source, letter in zip(sources, "AB", strict=True)
     )
-    pairs, again = tee(_pairs(walk_a, walk_b, cuts))  # read in step, so that one window is in memory at a time
+    pairs, again = tee(_pairs(walk_a, walk_b, cuts, shown["head"]))  # in step, so that one window is in memory
     figures = divergence.summary((pair[0] for pair in pairs), (pair[1] for pair in again))
-    errors = sorted(tensor_errors.errors(*sources), key=lambda tensor: -tensor.error)
+    errors = sorted(tensor_errors.errors(*sources, shown["weights"]), key=lambda tensor: -tensor.error)
     return Difference(
         a=_side(sources[0], figures.reference_perplexity.value),
         b=_side(sources[1], figures.perplexity.value),
@@ -62,18 +66,20 @@ def diff(
     )
 
 
-def _finished_walk(
-    source: ModelSource, cuts: Sequence[Window], device: str, letter: str, progress: Progress | None
-) -> Walk:
+def _finished_walk(source: ModelSource, cuts: Sequence[Window], device: str, progress: Progress | None) -> Walk:
     walk = Walk(source, device=device)
     for block in walk.blocks([window.tokens for window in cuts]):
         if progress:
-            progress(block.index, walk.count, f"{letter}: {block.name}")
+            progress(block.index, walk.count, block.name)
     return walk
 
 
-def _pairs(walk_a: Walk, walk_b: Walk, cuts: Sequence[Window]) -> Iterator[tuple[TopK, Scores]]:
+def _pairs(
+    walk_a: Walk, walk_b: Walk, cuts: Sequence[Window], progress: Progress | None
+) -> Iterator[tuple[TopK, Scores]]:
     for (index, logits_a), (_, logits_b) in zip(walk_a.logits(), walk_b.logits(), strict=True):
+        if progress:
+            progress(index, len(cuts), "the probabilities")
         tokens, start = cuts[index].tokens, cuts[index].start
         reference = divergence.top_k(logits_a, tokens, start, logits_a.shape[1])
         yield reference, divergence.scores_at(logits_b, tokens, start, reference.ids)

@@ -15,7 +15,7 @@ from quantry.proof.reference import HEAD_COST, Reference, shortfall
 from quantry.proof.served.contract import Served
 from quantry.proof.served.engines import scoring_engine
 from quantry.proof.sources import ModelSource
-from quantry.proof.stages import stages
+from quantry.report.stages import stages
 from quantry.types import Progress
 
 

@@ -39,7 +39,6 @@ from quantry.proof.reference import reference as make_reference
 from quantry.proof.served.contract import Served
 from quantry.proof.served.engines import scoring_engine
 from quantry.proof.sources import ModelSource, open_source, tokenizer
-from quantry.proof.stages import named, of_all, stages
 from quantry.proof.tasks.judge import JudgeEndpoint
 from quantry.proof.tensor_errors import TensorError
 from quantry.proof.text import TextFile, Window, fitting_length, load_text
@@ -48,6 +47,7 @@ from quantry.proof.unchanged import unchanged
 from quantry.quantizing.artefact_file import read_artefact_file
 from quantry.quantizing.recipe_file import from_card
 from quantry.report.sizes import counted
+from quantry.report.stages import named, of_all, stages
 from quantry.storage import ARTEFACT_FILE
 from quantry.types import Progress, Proof, Workload
 
@@ -123,10 +123,11 @@ def _prove(artefact: str, reference: str, options: VerifyOptions, progress: Prog
     quantized = open_source(artefact)
     if (context_length(quantized.config) or cuts.length) < cuts.length:
         cuts = _Cuts.of(text, options, original, quantized)
-    models = _Models(original, quantized, options.engine_for(quantized.format), options, progress)
+    shown = stages(progress, {"weights": tensor_errors.COST, "windows": 1})
+    models = _Models(original, quantized, options.engine_for(quantized.format), options, progress, shown["windows"])
 
     base = models.ask_original(questions)
-    errors = tensor_errors.errors(original, quantized)
+    errors = tensor_errors.errors(original, quantized, named(shown["weights"], "weights"))
     recorded = _recorded(quantized)
     judge = partial(gates.judge, use=options.gate, preset=recorded.get("preset"), own=options.limits)
     measured, left_out = measure_parts(
@@ -186,6 +187,7 @@ class _Models:
     engine: str | None  # that serves the quantized one
     options: VerifyOptions
     progress: Progress | None
+    measuring_progress: Progress | None
 
     def ask_original(self, questions: Questions) -> Answered:
         return ask(questions, decoded_model(self.original, self.options.device), progress=self.progress)
@@ -206,7 +208,7 @@ class _Models:
 
         def measure_part(places: range, like: Reference | None) -> Part:
             costs = {**COSTS, self.engine: ENGINE_COST} if self.engine else COSTS
-            report = named(self.progress, f"{counted(len(cuts.windows), 'window')} of {cuts.length} tokens")
+            report = named(self.measuring_progress, f"{counted(len(cuts.windows), 'window')} of {cuts.length} tokens")
             shown = stages(of_all(report, places, len(cuts.windows), used), costs)
             windows = [*cuts.windows[places.start : places.stop], *(() if like else others)]
             reference = make_reference(

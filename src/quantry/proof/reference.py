@@ -40,8 +40,8 @@ from quantry.numerics.grids import dequantize
 from quantry.proof import divergence
 from quantry.proof.divergence import Array, TopK, all_ids, full_kl, kl, scores_at
 from quantry.proof.sources import ModelSource, open_source
-from quantry.proof.stages import stages
 from quantry.proof.text import Window
+from quantry.report.stages import stages
 from quantry.storage import VARIABLE, home, write_atomically
 from quantry.storage.holding import Holder, hold
 from quantry.storage.reading import read_json

@@ -25,8 +25,9 @@ from torch import Tensor
 from quantry.models.linears import EXPERT_PARTS, STACKED
 from quantry.quantizing.artefact_file import read_artefact_file
 from quantry.storage import ARTEFACT_FILE
-from quantry.types import Grid, Scheme
+from quantry.types import Grid, Progress, Scheme
 
+COST = 0.05  # of all comparisons, against a run over the usual text
 CHUNK = 1 << 24  # weights compared at a time: 64 MB in float32
 GROUP = 128  # columns, for a grid without groups or with groups larger than LARGEST
 SMALLEST, LARGEST = 16, 256
@@ -78,7 +79,7 @@ class Suspect:
     words: str
 
 
-def errors(reference: Weights, artefact: Weights) -> list[TensorError]:
+def errors(reference: Weights, artefact: Weights, progress: Progress | None = None) -> list[TensorError]:
     """Returns the error of every tensor that both models have, in the order of the reference.
 
     One pair of tensors is in memory at a time. Norms and biases are compared too, unless a transform changes them. Both
@@ -87,7 +88,7 @@ def errors(reference: Weights, artefact: Weights) -> list[TensorError]:
     transformed = _is_transformed(reference) or _is_transformed(artefact)
     return [
         _compared(name, weight, decoded, _grid(name, artefact.schemes) or _grid(name, reference.schemes), transformed)
-        for name, weight, decoded in _pairs(reference, artefact)
+        for name, weight, decoded in _pairs(reference, artefact, progress)
         if weight.ndim > 1 or not transformed
     ]
 
@@ -125,10 +126,12 @@ def _problem(tensor: TensorError, peers: Sequence[TensorError]) -> str:
     return ""
 
 
-def _pairs(reference: Weights, artefact: Weights) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _pairs(reference: Weights, artefact: Weights, progress: Progress | None) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yields tensors of the same name; experts one by one, even if only one of the models has them fused."""
     original_names, decoded_names = set(reference.names), set(artefact.names)
-    for name in reference.names:
+    for place, name in enumerate(reference.names):
+        if progress:
+            progress(place, len(reference.names), name)
         if name in decoded_names:
             yield from _experts(name, reference.read(name), artefact.read(name))
         elif experts := _separate_names(name, decoded_names):

@@ -23,12 +23,14 @@ from quantry.quantizing.calibration.block_inputs import BlockInputs, NoCalibrati
 from quantry.quantizing.origin import remember
 from quantry.quantizing.recipe import Recipe
 from quantry.quantizing.shards import Container, ShardedWriter, entries_of
-from quantry.quantizing.tensor_plan import BlockPieces, Piece, TensorPlan, shards
+from quantry.quantizing.tensor_plan import BlockPieces, Piece, TensorPlan, entry_bytes, shards
 from quantry.storage import ARTEFACT_FILE
 from quantry.types import Artefact, Checkpoint, Progress
 
 if TYPE_CHECKING:
     from quantry.quantizing.calibration.per_block import BlockCalibration
+
+CALIBRATED = 20  # times the work of a byte that is only rounded
 
 
 class Maker(Protocol):
@@ -79,13 +81,15 @@ def write(
 ) -> Artefact:
     """Makes and stores every tensor of the plan, then the files beside them, and gives the folder its final name.
 
-    `progress` counts bytes. Raises OutputError if the folder cannot be written; what is stored so far is kept.
+    `progress` counts bytes; those of calibrated blocks count for more. Raises OutputError if the folder cannot be
+    written; what is stored so far is kept.
     """
     known_blocks = calibration or NoCalibration()
     with workspace(Path(job.planned.path), job.identity(), overwrite=job.overwrite) as work:
         if calibration:
             calibration.resume(work)
         with ShardedWriter(work, job.container, job.plan.pieces, job.shard_bytes) as writer:
+            work_done = _WorkDone(job.plan, writer, progress, is_calibrated=calibration is not None)
             for block in _blocks_to_make(job.plan, writer, known_blocks):
                 known = known_blocks.enter(block.index)
                 for piece in block.pieces:
@@ -93,10 +97,30 @@ def write(
                         with _device_memory(piece):
                             writer.store(piece, maker.make(piece, known))
                         maker.release(piece)
-                    if progress:
-                        progress(writer.stored_bytes, job.plan.bytes, piece.name)
+                    work_done.add(piece)
                 known_blocks.leave(block.index)
         return _finish(work, job, writer, (*job.planned.notes, *maker.notes(), *known_blocks.notes()))
+
+
+class _WorkDone:
+    """Reports how much of the work is done: bytes, and CALIBRATED times as much for those of calibrated blocks."""
+
+    def __init__(
+        self, plan: TensorPlan, writer: ShardedWriter, progress: Progress | None, *, is_calibrated: bool
+    ) -> None:
+        self._costs = {
+            id(piece): entry_bytes(piece.entries) * (CALIBRATED if is_calibrated and block.index is not None else 1)
+            for block in plan.blocks()
+            for piece in block.pieces
+        }
+        self._progress, self._total = progress, sum(self._costs.values())
+        self._done = sum(self._costs.pop(id(piece)) for piece in plan.pieces if writer.has(piece))
+
+    def add(self, piece: Piece) -> None:
+        """Counts a stored piece, the first time, and reports it."""
+        self._done += self._costs.pop(id(piece), 0)
+        if self._progress:
+            self._progress(self._done, self._total, piece.name)
 
 
 def _blocks_to_make(

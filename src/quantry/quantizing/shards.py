@@ -15,7 +15,7 @@ from torch import Tensor
 from quantry.models.weights import as_bytes
 from quantry.models.workspace import Finished, Workspace
 from quantry.models.writer import Entry, ShardWriter, nbytes
-from quantry.quantizing.tensor_plan import Piece, entry_bytes, shards
+from quantry.quantizing.tensor_plan import Piece, shards
 
 PENDING = 2  # tensors that wait for the disk while the next is computed
 
@@ -54,7 +54,6 @@ class ShardedWriter:
         self._cut = shards(pieces, shard_bytes)
         self._entries = entries_of(self._cut)
         self._stored: set[int] = set()  # by identity
-        self.stored_bytes = 0
         self._pending: deque[Future[None]] = deque()
         self._disk = ThreadPoolExecutor(1)
         self._number = -1  # of the open shard
@@ -128,7 +127,6 @@ class ShardedWriter:
 
     def _note(self, piece: Piece) -> None:
         self._stored.add(id(piece))
-        self.stored_bytes += entry_bytes(piece.entries)
 
     @property
     def _name(self) -> str:

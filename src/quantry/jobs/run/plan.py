@@ -172,8 +172,8 @@ class RunPlan:
 def plan_run(model: str, output: str | Path | None, options: RunOptions) -> RunPlan:
     """Plans a run. Raises QuantryError for everything that can be refused without reading weights."""
     text = load_text(options.text)
-    if options.windows < 1:
-        raise QuantryError(f"--windows is {options.windows}", fix="give 1 or more")
+    if options.windows < 0:
+        raise QuantryError(f"--windows is {options.windows}", fix="give 1 or more, or 0 for all of the text")
     check_time(options.proof_time)
     if options.port:
         check_port(HOST, options.port)
@@ -211,7 +211,7 @@ def _cut(text: TextFile, model: str, windows: int) -> MeasuredText:
     checkpoint = open_checkpoint(model)
     length, _ = fitting_length(LENGTH, checkpoint.config)
     with small_folder(checkpoint, plain_name(model)) as folder:
-        cuts = cut(text, load_tokenizer(folder), length, windows)
+        cuts = cut(text, load_tokenizer(folder), length, windows or None)
     return MeasuredText(text.digest(), len(cuts), length)
 
 

@@ -18,10 +18,12 @@ from quantry.jobs.verify import recorded, verify
 from quantry.models.anatomy import dissect
 from quantry.models.identity import identity
 from quantry.models.reader import open_checkpoint
+from quantry.report.stages import named, of_all, stages
 from quantry.types import Progress, Proof
 
 FIGURES = tuple(name for key in ("kl", "served_kl", "top1", "perplexity") for name in (key, f"{key}_interval"))
 COMMON = ("reference_perplexity", "noise_floor")  # equal in all proofs of a sweep
+STEPS = {"quantizing": 1.0, "verifying": 2.0}  # about how the time of a job is divided
 SIZES = ("format", "bytes", "bits_per_weight")
 
 
@@ -82,18 +84,14 @@ class JobProgress:
 
     def of(self, step: str) -> Progress | None:
         """Returns a progress function for a step of the job, which shows its share."""
-        report = self._progress
-        if report is None:
-            return None
-        return lambda done, total, label: report(
-            self._number, self._count, f"{self._name}: {step}, {done / total if total else 0:.0%}, {label}"
-        )
+        report = named(self._progress, f"{self._name}: {step}")
+        return stages(of_all(report, range(self._number, self._number + 1), self._count, lambda: 0.0), STEPS)[step]
 
     def end(self, row: Outcome) -> None:
         if row.problem:
             self.announce(f"is left out: {row.problem}")
         if self._progress:
-            self._progress(self._number + 1, self._count, self._name)
+            self._progress(int(100 * (self._number + 1) / self._count), 100, self._name)
 
 
 class SweepState:

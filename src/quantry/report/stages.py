@@ -25,11 +25,11 @@ def of_all(progress: Progress | None, places: range, count: int, used: Callable[
     if progress is None:
         return None
     return lambda done, total, label: progress(
-        int(100 * min(1, max(used(), (places.start + len(places) * done / total) / count))), 100, label
+        round(100 * min(1, max(used(), (places.start + len(places) * done / total) / count))), 100, label
     )
 
 
 def _stage(progress: Progress | None, before: float, share: float) -> Progress | None:
     if progress is None:
         return None
-    return lambda done, total, label: progress(int(1000 * (before + share * done / max(1, total))), 1000, label)
+    return lambda done, total, label: progress(round(1000 * (before + share * done / max(1, total))), 1000, label)
