@@ -122,7 +122,7 @@ def test_vllm_under_many_clients_and_bad_ones(tmp_path: Path) -> None:
         assert all(one.usage.completion_tokens for one in found)
         before = counted(running, "vllm:generation_tokens_total")
         with ThreadPoolExecutor(LEAVING) as pool:
-            long = {"max_tokens": 480, "stream": True, "extra_body": {"ignore_eos": True}}
+            long: Any = {"max_tokens": 480, "stream": True, "extra_body": {"ignore_eos": True}}
             leaving = list(pool.map(lambda number: complete(f"{number}. {TEXT}", **long), range(LEAVING)))
         for stream in leaving:
             stream.close()
