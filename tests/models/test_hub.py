@@ -203,7 +203,7 @@ def test_gguf_on_the_hub(hub: Hub, gguf_file: Path) -> None:
     [
         ("org/gone", "neither a local path nor a repository"),
         ("org/model@v2", "no such revision"),
-        ("org/-bad--name-", "not a hub id"),
+        ("org/bad--name-", "not a hub id"),
     ],
 )
 def test_refusals(hub: Hub, make_folder: MakeFolder, model: str, message: str) -> None:

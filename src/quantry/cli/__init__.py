@@ -61,5 +61,5 @@ def main() -> NoReturn:
     forgiving_output()
     honour_no_color()
     with ended_by_signals(), ending():
-        app()
-    raise SystemExit(0)
+        code = app(standalone_mode=False)
+    raise SystemExit(code or 0)

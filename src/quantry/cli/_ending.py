@@ -22,8 +22,10 @@ from typing import NoReturn
 
 import typer
 
+from quantry.cli._usage import usage_line
 from quantry.errors import QuantryError
 
+STOPPED = 1  # a question was answered by the end of the input
 ERROR, BUG, INTERRUPTED, NO_READER = QuantryError.exit_code, 70, 130, 141
 NO_MEMORY = (  # words of torch, numpy and Python
     "can't allocate memory", "out of memory", "unable to allocate", "cannot allocate memory", "can't start new thread",
@@ -32,12 +34,12 @@ NO_MEMORY = (  # words of torch, numpy and Python
 
 @contextmanager
 def ending() -> Iterator[None]:
-    """Turns whatever escapes a command into its line and exit code; what typer itself shows passes through."""
+    """Turns whatever escapes a command into its line and exit code."""
     try:
         yield
         sys.stdout.flush()
     except BaseException as error:
-        if isinstance(error, SystemExit | GeneratorExit | typer.Exit | typer.Abort) or hasattr(error, "format_message"):
+        if isinstance(error, SystemExit | GeneratorExit | typer.Exit):
             raise
         _end(error)
 
@@ -70,6 +72,10 @@ def forgiving_output() -> None:
 def _end(error: BaseException) -> NoReturn:
     if isinstance(error, KeyboardInterrupt):
         _leave("interrupted; started again, a job continues where it stopped", INTERRUPTED)
+    if isinstance(error, typer.Abort):
+        _leave("stopped", STOPPED)
+    if hasattr(error, "format_message"):  # an error of typer
+        _leave(f"error: {usage_line(error, sys.argv[1:])}", ERROR)
     if isinstance(error, QuantryError):
         _leave(f"error: {error}", error.exit_code)
     if isinstance(error, OSError) and error.errno == errno.EPIPE:

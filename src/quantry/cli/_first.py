@@ -30,6 +30,24 @@ def check_present(*models: str | Path | None) -> None:
                 local_folder(model)
 
 
+def check_plannable(model: str) -> None:
+    """Raises QuantryError for a model that is neither there nor well known; a hub is not asked yet."""
+    from quantry.models.reader import is_on_hub
+    from quantry.planning.models import open_model
+
+    if not is_on_hub(model):
+        open_model(model)
+
+
+def check_origin(artefact: str | Path, reference: str | Path | None, how: str) -> None:
+    """Raises QuantryError for an artefact whose 16-bit model is neither given nor known; a hub is not asked yet."""
+    from quantry.models.reader import is_on_hub
+    from quantry.quantizing.origin import origin_of
+
+    if reference is None and not is_on_hub(artefact):
+        origin_of(artefact, how)
+
+
 def check_given(*files: Path | None) -> None:
     """Raises QuantryError for a file to read that is not there."""
     from quantry.errors import QuantryError

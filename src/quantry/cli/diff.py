@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantry.cli import _flags as flags
-from quantry.cli._first import check_given, check_present, check_windows
+from quantry.cli._first import check_given, check_origin, check_present, check_windows
 from quantry.cli._output import print_result, progress_bar, table
 from quantry.report.sizes import human, nats
 
@@ -37,6 +37,7 @@ def command(
 ) -> None:
     """Compare two artefacts: how far their predictions are apart, their sizes, and which tensors differ most."""
     check_present(a, b)
+    check_origin(a, b, "as a second model")
     check_given(text)
     check_windows(windows, length=length)
     from quantry.proof.diff import diff

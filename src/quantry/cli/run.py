@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantry.cli import _flags as flags
-from quantry.cli._first import check_engine, check_given, check_use
+from quantry.cli._first import check_engine, check_given, check_plannable, check_use
 from quantry.cli._output import print_json, progress_bar, show, to_copy
 from quantry.report.sizes import counted, human, percent
 
@@ -79,6 +79,7 @@ def command(
     """
     check_engine(engine)
     check_use(use)
+    check_plannable(model)
     check_given(text)
     from quantry.jobs.run.plan import QUESTION, DeclinedError
     from quantry.jobs.run.run import run

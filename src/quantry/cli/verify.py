@@ -10,6 +10,7 @@ from quantry.cli._first import (
     check_at_least,
     check_gate,
     check_given,
+    check_origin,
     check_present,
     check_scoring_engine,
     check_windows,
@@ -102,6 +103,7 @@ def command(
     check_at_least(1, limit=limit, max_tokens=max_tokens)
     check_given(text, prompts)
     check_present(artefact, reference)
+    check_origin(artefact, reference, "with --reference")
     check_files(file for file in (junit, markdown) if file)
     from quantry.jobs.verdict import obstacle
     from quantry.jobs.verify import verify

@@ -14,7 +14,7 @@ from pathlib import Path
 from quantry.errors import HubError
 from quantry.models.files import whole
 
-HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?(?::(?P<file>[^:]+\.gguf))?", re.ASCII)
+HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?(?::(?P<file>[^:]+\.gguf))?", re.ASCII)
 SNAPSHOT = re.compile(r"/models--(?P<repo>[^/]+)/snapshots/(?P<commit>[^/]+)(?:/|$)")
 TIMEOUT_S = 20.0
 PICKLES = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "original/*"]

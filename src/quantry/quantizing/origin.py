@@ -36,6 +36,8 @@ def origin_of(artefact: str | Path, how: str = "with --reference") -> str:
     folder = local_folder(artefact)
     folder = folder if folder.is_dir() else folder.parent
     if not (folder / ARTEFACT_FILE).is_file():
+        if inside := sorted(file.parent for file in folder.glob(f"*/{ARTEFACT_FILE}")):
+            raise QuantryError(f"{artefact} is no artefact", fix=f"give the one in it: {inside[0]}")
         raise QuantryError(f"{artefact} does not say which model it was made from", fix=f"name the 16-bit model {how}")
     note = read_artefact_file(folder)
     name, digest = str(note.get("source", "")), str(note.get("source_identity", ""))
