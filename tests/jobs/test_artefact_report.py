@@ -258,15 +258,16 @@ def test_a_mixture_has_its_maps(changed: Path) -> None:
 )
 def test_the_command_names_what_is_there(artefacts: Path, name: str, command: str) -> None:
     content = reporting.content_of(artefacts / name, DESKTOP)
-    assert command in content.serve
+    assert command in content.engine_command
+    assert content.serve.startswith(f"quantry serve {name} --engine ")
     assert str(artefacts) not in content.to_json()
-    assert content.serve.split("--port")[0] in reporting.content_of(artefacts / name).serve
+    assert content.engine_command.split("--port")[0] in reporting.content_of(artefacts / name).engine_command
 
 
 def test_on_a_gpu(artefacts: Path) -> None:
-    assert "--n-gpu-layers 999" in reporting.content_of(artefacts / "mixed", CARD).serve
+    assert "--n-gpu-layers 999" in reporting.content_of(artefacts / "mixed", CARD).engine_command
     content = reporting.content_of(artefacts / "packed", CARD)
-    assert content.serve.startswith("vllm serve packed --host")
+    assert content.engine_command.startswith("vllm serve packed --host")
     assert content.memory is not None
     assert content.memory.device == "RTX 3060 12GB"
 
@@ -316,7 +317,7 @@ def test_a_proof_in_vllm(artefacts: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(artefacts / "packed", tmp_path / "packed"))
     card(folder, proof={**PROOF, "served": {**PROOF["served"], "engine": "vLLM"}})
     content = reporting.content_of(folder, DESKTOP)
-    assert "vllm.entrypoints.openai.api_server --model packed" in content.serve
+    assert "vllm.entrypoints.openai.api_server --model packed" in content.engine_command
     assert content.versions["vLLM"] == "b1"
 
 
@@ -404,7 +405,7 @@ def test_a_preset_that_is_not_known_here(changed: Path) -> None:
     told = {**content["recipe"]["preset"], "name": "from-the-future"}
     card(changed, preset="from-the-future", recipe={**content["recipe"], "preset": told})
     found = reporting.content_of(changed, DESKTOP)
-    assert (found.rows[0].name, found.serve) == ("from-the-future", "")
+    assert (found.rows[0].name, found.engine_command) == ("from-the-future", "")
 
 
 def test_nothing_is_half_written(changed: Path) -> None:

@@ -23,6 +23,12 @@ def test_suggestions_are_what_plans_say(gpu: str) -> None:
         assert any(option.memory["per_device"] == row.per_device for option in same)
 
 
+@pytest.mark.parametrize("gpu", ["M3 Max 64GB", "RTX 4090"])
+def test_one_person_is_told_of_the_engine_that_the_plan_names(gpu: str) -> None:
+    for row in suggest(gpu, "local", most=3):
+        assert (row.engine, plan(row.model, gpu=gpu, use="local").options[0].engine) == ("llama.cpp", "llama.cpp"), row
+
+
 def test_the_largest_come_first_and_more_memory_gives_larger_ones() -> None:
     small, large = suggest("RTX 3060 12GB", most=3), suggest("H100", most=3)
     assert [row.parameters for row in small] == sorted((row.parameters for row in small), reverse=True)

@@ -93,7 +93,8 @@ def a_sweep() -> Content:
             12 * GIB,
             "RTX 3060",
         ),
-        serve="llama-server -m small-model-q4_k_m.gguf -c 8192 --port 8080",
+        serve="quantry serve small-model-q4_k_m",
+        engine_command="llama-server -m small-model-q4_k_m.gguf -c 8192 --port 8080",
         notes=("The head is tied to the embedding.",),
         versions={"quantry": "0.1.0"},
         provenance={
@@ -266,6 +267,7 @@ def test_everything_is_on_the_page(sweep_page: str) -> None:
         content.title,
         content.model,
         content.serve,
+        content.engine_command,
         "use more bits",
         "tail is long",
         "ab" * 32,

@@ -80,7 +80,8 @@ def content_of(folder: Path, device: Device | None = None, proof: Mapping[str, A
         outliers=sensitivity.outliers,
         bits=bits_map(checkpoint, sensitivity.names),
         memory=memory,
-        serve=_command(folder, checkpoint, card, engine, machine),
+        serve=shlex.join(["quantry", "serve", folder.resolve().name, "--engine", engine]),
+        engine_command=_engine_command(folder, checkpoint, card, engine, machine),
         notes=tuple(dict.fromkeys([*memory_notes, *notes_of(card.content), *notes_of(proof)])),
         versions=card.versions | engine_version,
         provenance=card.provenance(),
@@ -198,8 +199,8 @@ def _memory(
     return Memory(parts, {}, capacity, device.name), [note]
 
 
-def _command(folder: Path, checkpoint: Checkpoint, card: ArtefactCard, engine: str, device: Device) -> str:
-    """Returns the command that serves it, run in its parent folder; empty for a preset that is not known here."""
+def _engine_command(folder: Path, checkpoint: Checkpoint, card: ArtefactCard, engine: str, device: Device) -> str:
+    """Returns the engine's command that serves it, run in the parent folder; empty for an unknown preset."""
     preset = presets().get(card.main_preset_name)
     if preset is None:
         return ""

@@ -18,12 +18,13 @@ from quantry.models.experts import expert_count, experts_used
 from quantry.planning.candidate import Candidate
 from quantry.planning.candidates import find, least_bytes
 from quantry.planning.models import KnownModel, known_models, open_model
+from quantry.planning.ranking import rough_points
 from quantry.planning.request import PlanOptions, Request, read_request
 from quantry.planning.rules import find_use, quality
 from quantry.planning.speed.throughput import speed
 from quantry.quantizing.recipe import presets
 
-FEW = ("fp8-dynamic", "w8a8", "w4a16-gptq", "gguf-q8_0", "gguf-q4_k_m")
+FEW = ("fp8-dynamic", "w8a8", "w4a16-gptq", "gguf-q8_0", "gguf-q5_k_m", "gguf-q4_k_m")
 PACE = 10.0  # tokens a second for one user: a little faster than people read
 LEAST_QUALITY = 6.0  # points of rules.toml: "good" and better
 
@@ -87,7 +88,7 @@ def _best(row: KnownModel, options: PlanOptions) -> Suggestion | None:
 
 
 def _paced(request: Request, names: tuple[str, ...]) -> Iterator[tuple[float, Suggestion]]:
-    """Yields what runs well with its points: quality, then pace."""
+    """Yields what runs well with its points: those of the plan, then pace."""
     candidates, _ = find(request, names, offload=False)
     for candidate in candidates:
         facts = {**request.facts, **candidate.facts, "sixteen_fits": False}
@@ -98,7 +99,8 @@ def _paced(request: Request, names: tuple[str, ...]) -> Iterator[tuple[float, Su
             continue
         pace = predicted.decode_tokens_per_s / candidate.workload.concurrency
         if pace >= PACE and (expected.points >= LEAST_QUALITY or request.stored):
-            yield expected.points + min(pace, 60) / 30, _suggestion(request, candidate, expected.name, predicted, pace)
+            points = rough_points(request, candidate) + min(pace, 60) / 30
+            yield points, _suggestion(request, candidate, expected.name, predicted, pace)
 
 
 def _suggestion(request: Request, candidate: Candidate, expected: str, predicted: Any, pace: float) -> Suggestion:

@@ -117,13 +117,14 @@ class Content:
     outliers: BlockMap = field(default_factory=dict)  # the largest channel over the median one
     bits: BlockMap = field(default_factory=dict)  # bits a weight that were chosen
     memory: Memory | None = None
-    serve: str = ""  # the command
+    serve: str = ""  # the command of Quantry
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)  # recipe, hashes, calibration text
+    engine_command: str = ""  # the same in the engine's own words
 
     def __post_init__(self) -> None:
-        for name in ("title", "model", "date", "gate", "answered", "serve"):
+        for name in ("title", "model", "date", "gate", "answered", "serve", "engine_command"):
             _text(getattr(self, name), name)
         for name in ("noise_floor", "reference_perplexity"):
             if (value := getattr(self, name)) is not None:

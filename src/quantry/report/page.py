@@ -29,9 +29,7 @@ def page(content: Content) -> str:
         _map("Where the bits went", content.bits, figures.get("bits"), "Bits a weight", ".3g"),
         _map("Outlier channels", content.outliers, figures.get("outliers"), OUTLIERS, ".1f"),
         _memory(content.memory, figures.get("memory", "")),
-        section(
-            "Serve it", f'<pre class="command"><code>{escaped(content.serve)}</code></pre>' if content.serve else ""
-        ),
+        section("Serve it", _command(content.serve), _own_words(content.engine_command)),
         section("Notes", bullets(content.notes)),
         _provenance(content),
     )
@@ -192,6 +190,14 @@ def _memory(memory: Memory | None, drawn: str) -> str:
         head = f"capacity of {memory.device}" if memory.device else "capacity"
         lines.append(markup.row(head, [human(memory.capacity)] * len(sides)))
     return section("Memory", drawn, table(["part", *(side for side, _ in sides)], lines, caption="Memory by part"))
+
+
+def _command(words: str) -> str:
+    return f'<pre class="command"><code>{escaped(words)}</code></pre>' if words else ""
+
+
+def _own_words(words: str) -> str:
+    return f'<p class="caption">In the engine\'s own words:</p>\n{_command(words)}' if words else ""
 
 
 def _provenance(content: Content) -> str:

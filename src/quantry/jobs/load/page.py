@@ -67,22 +67,26 @@ def _tiles(best: Level, limited: bool) -> str:
 
 def _levels(result: Bench) -> str:
     columns = [
-        "level", "answered", "errors", "unfinished", "requests/s", "tok/s", "TTFT p50", "p95", "p99",
-        "per token p50", "p95", "p99", "latency p50", "p95", "p99", "prompt tokens", "answer tokens", "at once",
+        "level", "answered", "errors", "unfinished", "requests/s", "tok/s", "first token p50", "p95", "p99",
+        "each after p50", "p95", "p99", "latency p50", "p95", "p99", "prompt tokens", "answer tokens", "at once",
     ]  # fmt: skip
     lines = [row(level.name, _cells(level), "chosen" * (level.name == result.best)) for level in result.levels]
-    return table(columns, lines, caption="Every level")
+    return table(columns, lines, caption="Every level; times in ms")
 
 
 def _cells(level: Level) -> list[str]:
-    times = [_ms(spread, name) for spread in (level.ttft, level.tpot, level.latency) for name, _ in LINES]
+    times = [_time(spread, name) for spread in (level.ttft, level.tpot, level.latency) for name, _ in LINES]
     rates = [short(level.requests_per_second), short(level.output_tokens_per_second)]
     counts = [f"{level.prompt_tokens:.0f}", f"{level.answer_tokens:.0f}", short(level.at_once)]
     return [str(level.completed), str(level.errors), str(level.unfinished), *rates, *times, *counts]
 
 
+def _time(spread: Spread | None, name: str) -> str:
+    return "–" if spread is None else short(getattr(spread, name))
+
+
 def _ms(spread: Spread | None, name: str) -> str:
-    return "–" if spread is None else f"{short(getattr(spread, name))} ms"
+    return f"{_time(spread, name)} ms" if spread else "–"
 
 
 def _findings(result: Bench) -> str:
