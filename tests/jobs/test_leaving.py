@@ -10,7 +10,7 @@ import pytest
 
 import quantry
 from demo_artefacts import gguf_in, quantized_demo
-from depth import DEEP, deep, sampled
+from depth import deep
 from shared import recorded
 from socket_guard import guarded
 
@@ -50,7 +50,7 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
-    done: Watched = recorded(tmp_path_factory, f"watched-{DEEP}", watch)
+    done: Watched = recorded(tmp_path_factory, "watched", watch)
     return done
 
 
@@ -98,7 +98,7 @@ def commands(model: str, out: Path) -> list[list[str]]:
         ["run", model, "-o", f"{out}/run", "--yes", "--no-serve", "--windows", "1", "--text", text],
         ["quantize", model, "-o", f"{out}/gptq", "--preset", "w4a16", "--rounder", "gptq", "--data", text, *QUICK],
         ["verify", f"{out}/gptq", "--reference", model, "--text", text, *TEXT],
-        *(whole if DEEP else []),
+        *whole,
     ]
 
 
@@ -109,13 +109,13 @@ def run(code: str, argument: str, environment: dict[str, str]) -> str:
     return done.stdout
 
 
-@sampled
+@deep
 def test_jobs_on_local_files_ask_no_other_machine(watched: Watched) -> None:
     assert set(watched.codes) <= {0, 1}, watched.codes  # a gate may fail
     assert watched.sockets == ""
 
 
-@sampled
+@deep
 def test_what_is_written_names_nobody(watched: Watched) -> None:
     """Only the log of an engine has paths: it is its own, and stays on the machine."""
     names = {Path(name).name for name in watched.files}

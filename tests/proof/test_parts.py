@@ -9,6 +9,7 @@ import pytest
 import quantry
 from command import command
 from demo_artefacts import quantized_demo
+from depth import cases, deep
 from quantry.errors import QuantryError
 from quantry.proof import parts, text
 from quantry.proof.measure import Decoded, Measurements, Part
@@ -48,6 +49,7 @@ def test_parts_have_the_figures_of_the_whole(prove: Callable[..., Proof]) -> Non
     assert (cut.verdict, len(cut.findings)) == (whole.verdict, len(whole.findings))
 
 
+@deep
 def test_a_clear_verdict_ends_the_measurement(prove: Callable[..., Proof]) -> None:
     clear = prove(windows=10, proof_time=1e6, max_kl=10.0, min_top1=0.01, max_perplexity_ratio=10.0)
     assert (clear.text["windows"], clear.text["asked"]) == (8, 10)
@@ -63,7 +65,7 @@ def test_a_short_time_still_measures_the_first_part(prove: Callable[..., Proof])
     assert short.text["positions"] == 2 * 47
 
 
-@pytest.mark.parametrize("limit", [None, 1e6])
+@pytest.mark.parametrize("limit", cases([None, 1e6], [1e6]))
 def test_progress_goes_one_way(limit: float | None, prove: Callable[..., Proof]) -> None:
     steps: list[tuple[int, int, str]] = []
     prove(windows=4, proof_time=limit, progress=lambda *step: steps.append(step))

@@ -46,7 +46,10 @@ def command(
     ] = None,
     slo: Annotated[
         list[str] | None,
-        typer.Option(help="A limit: ttft_p95=500ms, tpot_p95=50ms, latency_p99=5s, error_rate=1% ... [repeatable]"),
+        typer.Option(
+            metavar="LIMIT",
+            help="A limit: ttft_p95=500ms, tpot_p95=50ms, latency_p99=5s, error_rate=1% ... [repeatable]",
+        ),
     ] = None,
     shared_prefix: Annotated[int, typer.Option(help="Tokens that all prompts of a level begin with, 0 or more.")] = 0,
     dataset: Dataset = None,

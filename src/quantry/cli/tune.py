@@ -45,7 +45,8 @@ def command(
     tokenizer: Tokenizer = None,
     chat: Chat = False,
     slo: Annotated[
-        list[str] | None, typer.Option(help="A limit to keep: ttft_p95=500ms, tpot_p95=50ms ... [repeatable]")
+        list[str] | None,
+        typer.Option(metavar="LIMIT", help="A limit to keep: ttft_p95=500ms, tpot_p95=50ms ... [repeatable]"),
     ] = None,
     switches: Annotated[
         str | None,
@@ -58,7 +59,8 @@ def command(
         str | None, typer.Option(help="A smaller model that may guess ahead (speculative decoding).")
     ] = None,
     others: Annotated[
-        list[str] | None, typer.Option(help="Another artefact of the same model to try in its place. [repeatable]")
+        list[str] | None,
+        typer.Option(metavar="ARTEFACT", help="Another artefact of the same model to try in its place. [repeatable]"),
     ] = None,
     guidellm_python: GuidellmPython = None,
     output: Annotated[
