@@ -57,7 +57,10 @@ def _facts(machine: "Hardware") -> list[tuple[str, str]]:
         ("cores", f"{machine.cores} cores, {machine.threads} threads, {usable:g} usable"),
         ("features", ", ".join(machine.features) or "none that matter here"),
         ("memory", size + left),
-        ("bandwidth", f"{machine.cpu.bandwidth / 1e9:,.1f} GB/s ({machine.cpu.source.removeprefix('detected; ')})"),
+        (
+            "bandwidth",
+            f"{machine.cpu.bandwidth / 1e9:,.1f} GB/s ({machine.cpu.source.rpartition('bandwidth is ')[2]})",
+        ),
     ]
 
 

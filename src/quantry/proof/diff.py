@@ -56,8 +56,8 @@ def diff(
     figures = divergence.summary((pair[0] for pair in pairs), (pair[1] for pair in again))
     errors = sorted(tensor_errors.errors(*sources, shown["weights"]), key=lambda tensor: -tensor.error)
     return Difference(
-        a=_side(sources[0], figures.reference_perplexity.value),
-        b=_side(sources[1], figures.perplexity.value),
+        a=_side(str(first), sources[0], figures.reference_perplexity.value),
+        b=_side(str(second), sources[1], figures.perplexity.value),
         **figures.values(FIGURES),
         intervals=figures.intervals(FIGURES),
         text={"name": content.name, "windows": len(cuts), "length": length, "positions": figures.positions},
@@ -93,11 +93,11 @@ def _check_vocabularies(a: ModelSource, b: ModelSource) -> None:
         )
 
 
-def _side(source: ModelSource, perplexity: float) -> dict[str, Any]:
+def _side(name: str, source: ModelSource, perplexity: float) -> dict[str, Any]:
     anatomy = dissect(source.checkpoint)
     stored = f"{anatomy.quantization.method} in {anatomy.format}" if anatomy.quantization else anatomy.format
     return {
-        "source": anatomy.source,
+        "source": name,
         "stored": stored,
         "bytes": anatomy.bytes,
         "bits_per_weight": anatomy.bits_per_weight,
