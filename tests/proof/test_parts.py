@@ -111,6 +111,13 @@ def test_parts_fill_the_time(
     assert clock.now - 1000 <= max(seconds, 2 * pace + fixed)
 
 
+def test_a_part_for_an_engine_that_starts_slowly() -> None:
+    clock = Clock(1.0)
+    measured, _ = parts.measure_parts(32, 1e6, clock.measure, lambda found: found.text_windows > 8, parts.ENOUGH)
+    assert clock.cuts == [(0, 8), (8, 16)]
+    assert measured.text_windows == 16
+
+
 def test_fewer_windows_than_a_part_and_no_limit() -> None:
     clock = Clock(1.0)
     one, notes = parts.measure_parts(1, 5.0, clock.measure, lambda _: False)

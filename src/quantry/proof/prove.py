@@ -23,7 +23,7 @@ from quantry.proof import measure, tensor_errors
 from quantry.proof.checks import START, Check, checks
 from quantry.proof.gate import Finding, Number
 from quantry.proof.measure import Decoded, Measurements, Part
-from quantry.proof.parts import Measure, measure_parts
+from quantry.proof.parts import ENOUGH, FIRST, Measure, measure_parts
 from quantry.proof.questions import (
     Answered,
     Questions,
@@ -135,6 +135,7 @@ def _prove(artefact: str, reference: str, options: VerifyOptions, progress: Prog
         options.seconds,
         models.measuring(cuts, base.windows),
         lambda parts: _is_decided(judge, parts),
+        ENOUGH if models.starts_engine else FIRST,
     )
     answered = models.ask_quantized(questions, chats=base.chats)
     prompts = _prompt_report(questions, base, answered, measured, progress)
@@ -188,6 +189,11 @@ class _Models:
     options: VerifyOptions
     progress: Progress | None
     measuring_progress: Progress | None
+
+    @property
+    def starts_engine(self) -> bool:
+        """Says if an engine that takes its time to start measures each part."""
+        return self.engine is not None and not verifying()[self.engine].embedded
 
     def ask_original(self, questions: Questions) -> Answered:
         return ask(questions, decoded_model(self.original, self.options.device), progress=self.progress)
