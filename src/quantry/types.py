@@ -256,7 +256,7 @@ class Proof:
     served: Mapping[str, Any] | None
     intervals: Mapping[str, tuple[float, float]]  # 95 %, by bootstrap over windows
     findings: tuple[Mapping[str, Any], ...]  # everything that was compared with a limit
-    text: Mapping[str, Any]  # name, windows, length, positions
+    text: Mapping[str, Any]  # name, windows that were measured, windows asked for, length, positions
     compact: Mapping[str, Any]  # tokens kept of each position, and the KL that this misses
     worst_tensors: tuple[Mapping[str, Any], ...]
     memory: Mapping[str, Any] | None = None  # predicted, and reported by the engine
