@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,8 @@ def _changing(chance: random.Random, intact: Path, folder: Path) -> Faults:
 
 def _terminated(chance: random.Random, intact: Path, folder: Path) -> Faults:
     case, wanted, job = _at_work(chance, intact, folder)
-    os.kill(job.child.pid, signal.SIGTERM)
+    with suppress(ProcessLookupError):  # it has ended first
+        os.kill(job.child.pid, signal.SIGTERM)
     ending = job.ended(60)
     faults: Faults = (
         [] if ending.code in (0, 1, 143, -15) and "Traceback" not in ending.errors else [("fault", str(ending))]
@@ -154,9 +156,10 @@ def _terminated(chance: random.Random, intact: Path, folder: Path) -> Faults:
 
 def _stopped(chance: random.Random, intact: Path, folder: Path) -> Faults:
     case, wanted, job = _at_work(chance, intact, folder)
-    os.kill(job.child.pid, signal.SIGSTOP)
-    time.sleep(3)
-    os.kill(job.child.pid, signal.SIGCONT)
+    with suppress(ProcessLookupError):  # it has ended first
+        os.kill(job.child.pid, signal.SIGSTOP)
+        time.sleep(3)
+        os.kill(job.child.pid, signal.SIGCONT)
     ending = job.ended(240)
     faults: Faults = [("fault", ending.fault)] if ending.fault else []
     return faults + ([] if case.written() == wanted else [("lost", "other bytes than alone")])

@@ -113,9 +113,16 @@ def test_parts_fill_the_time(
 
 def test_a_part_for_an_engine_that_starts_slowly() -> None:
     clock = Clock(1.0)
-    measured, _ = parts.measure_parts(32, 1e6, clock.measure, lambda found: found.text_windows > 8, parts.ENOUGH)
+    measured, _ = parts.measure_parts(32, 1e6, clock.measure, lambda found: found.text_windows > 8, first=parts.ENOUGH)
     assert clock.cuts == [(0, 8), (8, 16)]
     assert measured.text_windows == 16
+
+
+def test_the_time_before_the_windows_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(2.0)
+    monkeypatch.setattr(parts, "monotonic", lambda: clock.now)
+    parts.measure_parts(16, 30, clock.measure, lambda _: False, started=clock.now - 21)
+    assert clock.cuts == [(0, 2), (2, 4)]
 
 
 def test_fewer_windows_than_a_part_and_no_limit() -> None:

@@ -224,6 +224,22 @@ def test_two_artefacts_can_be_compared(artefacts: Callable[..., Path]) -> None:
     assert suspects(found) == ()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("preset", ["w4a16", "w8a16", "fp8-dynamic", "nf4", "w4a16-awq"])
+def test_a_gpu_finds_the_same_numbers(preset: str, tmp_path: Path) -> None:
+    """What is decoded there is the same to the bit; sums are taken in another order."""
+    text = {"samples": 4, "length": 128} if preset == "w4a16-awq" else {}
+    quantry.quantize("demo", tmp_path / "out", preset=preset, **text)
+    here, there = (open_source(tmp_path / "out", device) for device in ("cpu", "cuda"))
+    for name in here.names:
+        assert torch.equal(here.read(name), there.read(name).cpu()), name
+    original = open_source("demo")
+    for expected, found in zip(errors(original, here), errors(original, there, device="cuda"), strict=True):
+        assert (found.name, found.grid, found.empty) == (expected.name, expected.grid, expected.empty)
+        for key in ("error", "cosine", "gain"):
+            assert getattr(found, key) == pytest.approx(getattr(expected, key), rel=1e-4, abs=1e-6), (found.name, key)
+
+
 def test_the_numbers_are_those_of_a_plain_computation() -> None:
     torch.manual_seed(0)
     one = torch.randn(40, 300)

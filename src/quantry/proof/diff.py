@@ -41,7 +41,7 @@ def diff(
     """
     content = load_text(text)
     first, second = (origin_of(a, "as a second model"), a) if b is None else (a, b)
-    sources = open_source(first), open_source(second)
+    sources = open_source(first, device), open_source(second, device)
     _check_vocabularies(*sources)
     length, notes = fitting_length(length, *(source.config for source in sources))
     cuts, cuts_of_b = (cut(content, tokenizer(source), length, windows or None) for source in sources)
@@ -54,7 +54,7 @@ def diff(
     )
     pairs, again = tee(_pairs(walk_a, walk_b, cuts, shown["head"]))  # in step, so that one window is in memory
     figures = divergence.summary((pair[0] for pair in pairs), (pair[1] for pair in again))
-    errors = sorted(tensor_errors.errors(*sources, shown["weights"]), key=lambda tensor: -tensor.error)
+    errors = sorted(tensor_errors.errors(*sources, shown["weights"], device=device), key=lambda tensor: -tensor.error)
     return Difference(
         a=_side(str(first), sources[0], figures.reference_perplexity.value),
         b=_side(str(second), sources[1], figures.perplexity.value),

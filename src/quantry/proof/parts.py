@@ -18,22 +18,25 @@ def measure_parts(
     seconds: float | None,
     measure: Measure,
     is_decided: Callable[[Measurements], bool],
+    *,
     first: int = FIRST,
+    started: float | None = None,
 ) -> tuple[Measurements, tuple[str, ...]]:
     """Measures windows, all without a limit of `seconds`; returns a note too if some were left out.
 
     With a limit, parts are added while the next one should end in time and the verdict is not decided. The first is
-    always measured, and has `first` windows: more where an engine has to be started for each part.
+    always measured, and has `first` windows: more where an engine has to be started for each part. The time counts from
+    `started`, of the clock `monotonic`, or from now.
     """
     if seconds is None:
         return Measurements((measure(range(windows), None),)), ()
-    started, done = monotonic(), min(first, windows)
+    began, done = monotonic() if started is None else started, min(first, windows)
     parts = [measure(range(done), None)]
     while done < windows:
         measured, share = Measurements(tuple(parts)), f"{done} of {windows} windows were measured"
         if done >= ENOUGH and is_decided(measured):
             return measured, (f"{share}: no interval reaches over a limit, so the verdict is clear",)
-        left = seconds - (monotonic() - started)
+        left = seconds - (monotonic() - began)
         count = _fitting(min(done, windows - done), _pace(parts[-1]), left)
         if not count:
             return measured, (f"{share} in the {duration(seconds)} of --proof-time",)

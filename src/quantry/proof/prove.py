@@ -113,29 +113,30 @@ def prove(artefact: str, reference: str, options: VerifyOptions, progress: Progr
 
 
 def _prove(artefact: str, reference: str, options: VerifyOptions, progress: Progress | None) -> Proof:
-    questions = options.questions()
+    started, questions = monotonic(), options.questions()
     gates.check_use(options.gate)
     text = load_text(options.text)
     options.check_engine(artefact)
     original = open_source(reference)
     cuts = _Cuts.of(text, options, original)
     checked = _check_measurable(reference, artefact, text.start(START))
-    quantized = open_source(artefact)
+    quantized = open_source(artefact, options.device)
     if (context_length(quantized.config) or cuts.length) < cuts.length:
         cuts = _Cuts.of(text, options, original, quantized)
     shown = stages(progress, {"weights": tensor_errors.COST, "windows": 1})
     models = _Models(original, quantized, options.engine_for(quantized.format), options, progress, shown["windows"])
 
     base = models.ask_original(questions)
-    errors = tensor_errors.errors(original, quantized, named(shown["weights"], "weights"))
+    errors = tensor_errors.errors(original, quantized, named(shown["weights"], "weights"), device=options.device)
     recorded = _recorded(quantized)
     judge = partial(gates.judge, use=options.gate, preset=recorded.get("preset"), own=options.limits)
     measured, left_out = measure_parts(
         len(cuts.windows),
         options.seconds,
-        models.measuring(cuts, base.windows),
+        models.measuring(cuts, base.windows, started),
         lambda parts: _is_decided(judge, parts),
-        ENOUGH if models.starts_engine else FIRST,
+        first=ENOUGH if models.starts_engine else FIRST,
+        started=started,
     )
     answered = models.ask_quantized(questions, chats=base.chats)
     prompts = _prompt_report(questions, base, answered, measured, progress)
@@ -205,9 +206,9 @@ class _Models:
         model = served_model(self.quantized, self.engine, python, device) if self.engine else decoded
         return ask(questions, model, chats=chats, progress=self.progress)
 
-    def measuring(self, cuts: _Cuts, others: Sequence[Window]) -> Measure:
+    def measuring(self, cuts: _Cuts, others: Sequence[Window], started: float) -> Measure:
         """Returns a function that runs both models on windows of a text, and first on `others` too."""
-        limit, started = self.options.seconds, monotonic()
+        limit = self.options.seconds
 
         def used() -> float:
             return (monotonic() - started) / limit if limit else 0.0

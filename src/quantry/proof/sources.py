@@ -74,16 +74,17 @@ class ModelSource:
         return to_tokenizer.tokenizer(self._metadata)
 
 
-def open_source(model: str | Path) -> ModelSource:
+def open_source(model: str | Path, device: str = "cpu") -> ModelSource:
     """Opens a 16-bit checkpoint, a quantized one, a GGUF file, or a folder with a GGUF file.
 
+    Quantized layers of a checkpoint are decoded on the device, and stay there; all else is on the CPU.
     Raises QuantryError if a job has not finished writing the model, or if it cannot be read.
     """
     check_finished(Path(model).expanduser())
     checkpoint = open_checkpoint(model)
     if checkpoint.format == "gguf":
         return _gguf(model)
-    return _plain(model) if quantization(checkpoint) is None else _quantized(model)
+    return _plain(model) if quantization(checkpoint) is None else _quantized(model, device)
 
 
 def tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
@@ -103,8 +104,8 @@ def _plain(model: str | Path) -> ModelSource:
     return ModelSource(folder, checkpoint, plain.config, plain.names, {}, plain.read)
 
 
-def _quantized(model: str | Path) -> ModelSource:
-    artefact = QuantizedModel(model)
+def _quantized(model: str | Path, device: str) -> ModelSource:
+    artefact = QuantizedModel(model, device)
     weights = MappedWeights(artefact.folder)
     scales = {tensor.name for tensor in artefact.cache_scales}
     plain = {tensor.name: tensor for tensor in artefact.plain if tensor.name not in scales}

@@ -79,15 +79,23 @@ class Suspect:
     words: str
 
 
-def errors(reference: Weights, artefact: Weights, progress: Progress | None = None) -> list[TensorError]:
-    """Returns the error of every tensor that both models have, in the order of the reference.
+def errors(
+    reference: Weights, artefact: Weights, progress: Progress | None = None, *, device: str = "cpu"
+) -> list[TensorError]:
+    """Returns the error of every tensor that both models have, in the order of the reference; computed on the device.
 
     One pair of tensors is in memory at a time. Norms and biases are compared too, unless a transform changes them. Both
     models may be artefacts.
     """
     transformed = _is_transformed(reference) or _is_transformed(artefact)
     return [
-        _compared(name, weight, decoded, _grid(name, artefact.schemes) or _grid(name, reference.schemes), transformed)
+        _compared(
+            name,
+            weight.to(device),
+            decoded.to(device),
+            _grid(name, artefact.schemes) or _grid(name, reference.schemes),
+            transformed,
+        )
         for name, weight, decoded in _pairs(reference, artefact, progress)
         if weight.ndim > 1 or not transformed
     ]
@@ -204,7 +212,7 @@ def _label(tensor: Tensor, grid: Grid | None) -> tuple[str, int]:
 
 def _sums(weight: Tensor, decoded: Tensor, group: int) -> tuple[float, float, Tensor]:
     """Returns the error, the cosine, and for every group the sums of W W, W Q and Q Q in float64."""
-    total = torch.zeros(4, dtype=torch.float64)
+    total = torch.zeros(4, dtype=torch.float64, device=weight.device)
     groups = []
     rows, columns = weight.shape
     step = max(1, CHUNK // columns)

@@ -19,10 +19,11 @@ CACHE = re.compile(r"\.[qkv]_(scale|zero_point)$")  # scales of the KV cache, an
 class QuantizedModel:
     """An open quantized checkpoint: which modules are quantized and how, and the tensors of each.
 
-    Raises CheckpointError if it is not a safetensors checkpoint in a known format.
+    Modules are decoded on the device. Raises CheckpointError if it is not a safetensors checkpoint in a known format.
     """
 
-    def __init__(self, model: str | Path) -> None:
+    def __init__(self, model: str | Path, device: str = "cpu") -> None:
+        self._device = device
         self.folder = local_folder(model)
         self.checkpoint: Checkpoint = open_checkpoint(self.folder)
         self.settings: dict[str, Any] = dict(self.checkpoint.config.get("quantization_config") or {})
@@ -58,7 +59,7 @@ class QuantizedModel:
         return self.codec.shape(module, self._stored(module), self.schemes[module])
 
     def _stored(self, module: str) -> dict[str, Tensor]:
-        return {tensor.name: self._weights.get(tensor) for tensor in self.parts[module]}
+        return {tensor.name: self._weights.get(tensor).to(self._device) for tensor in self.parts[module]}
 
 
 def _owner(name: str, modules: dict[str, Scheme]) -> str | None:
