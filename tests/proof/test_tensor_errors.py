@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -228,7 +229,7 @@ def test_two_artefacts_can_be_compared(artefacts: Callable[..., Path]) -> None:
 @pytest.mark.parametrize("preset", ["w4a16", "w8a16", "fp8-dynamic", "nf4", "w4a16-awq"])
 def test_a_gpu_finds_the_same_numbers(preset: str, tmp_path: Path) -> None:
     """What is decoded there is the same to the bit; sums are taken in another order."""
-    text = {"samples": 4, "length": 128} if preset == "w4a16-awq" else {}
+    text: dict[str, Any] = {"samples": 4, "length": 128} if preset == "w4a16-awq" else {}
     quantry.quantize("demo", tmp_path / "out", preset=preset, **text)
     here, there = (open_source(tmp_path / "out", device) for device in ("cpu", "cuda"))
     for name in here.names:

@@ -196,20 +196,23 @@ def _identity(file: Path) -> bytes:
 
 
 class StandIn:
-    """A model with the linear weights of its blocks rounded to 4 bits: it stands for an artefact to choose k."""
+    """A model with the linear weights of its blocks rounded to 4 bits: it stands for an artefact to choose k.
+
+    They are rounded on the device.
+    """
 
     activations: Mapping[str, Activation] = {}
 
-    def __init__(self, source: WeightSource) -> None:
+    def __init__(self, source: WeightSource, device: str = "cpu") -> None:
         self.config, self.names = source.config, source.names
-        self._source = source
+        self._source, self._device = source, device
         self._blocks = int(text_config(source.config)["num_hidden_layers"])
 
     def read(self, name: str) -> Tensor:
         weight = self._source.read(name)
         if weight.ndim < 2 or part_of(name, self._blocks) not in QUANTIZED_PARTS:
             return weight
-        matrix = weight.float().reshape(-1, weight.shape[-1])
+        matrix = weight.to(self._device).float().reshape(-1, weight.shape[-1])
         return dequantize(nearest.round_weight(matrix, STAND_IN, absmax.fit(matrix, STAND_IN))).reshape(weight.shape)
 
 
@@ -280,7 +283,7 @@ class _Builder:
             return self._k, None
         rows = [
             sample.pick(index, logits, self._windows[index].start)
-            for index, logits in self._run(StandIn(self._source), PROBE_TOKENS, torch.float32, BATCH)
+            for index, logits in self._run(StandIn(self._source, self._device), PROBE_TOKENS, torch.float32, BATCH)
         ]
         exact, rounded = torch.from_numpy(sample.logp), torch.cat(rows)
         if full_kl(exact, rounded).mean() < divergence.ROUNDING:  # nothing was rounded, so k cannot be measured
