@@ -46,7 +46,8 @@ def crowd(minutes: float, first: int, intact: Path, folder: Path) -> dict[str, A
     file = next((intact / DEMO).glob("*.gguf"))
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "engine.log"
-    with serve(file, port=0, threads=1, context=512, parallel=4, log=log) as running:
+    limited = ("--cache-ram", "128")  # MiB of finished prompts, which are no leak
+    with serve(file, port=0, threads=1, context=512, parallel=4, extra=limited, log=log) as running:
         _limit(running)
         crowd_of = _Crowd(running, Event(), first)
         _ordinary(running, random.Random(0))
