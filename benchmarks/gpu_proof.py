@@ -48,7 +48,7 @@ def main(work: Path, shape: str) -> None:
         last = done.stdout.splitlines()[-1] if done.stdout else "{}"
         figures[name] = json.loads(last) if done.returncode == 0 else {"exit_code": done.returncode}
         print(name, figures[name], flush=True)
-    keep("gpu_proof", {"device": torch.cuda.get_device_name(), **figures})
+        keep("gpu_proof", {"device": torch.cuda.get_device_name(), **figures})  # what is done counts if it is stopped
 
 
 def one(job: str, model: str, work: Path, options: dict[str, Any]) -> None:
