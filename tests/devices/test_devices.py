@@ -554,7 +554,7 @@ def test_the_command_is_the_function() -> None:
 def test_picture() -> None:
     here = run()
     assert here.returncode == 0
-    for words in ("processor", "usable", "available", "GB/s (the bandwidth is measured)", "dense TFLOP/s"):
+    for words in ("processor", "usable", "available", "GB/s (measured)", "dense TFLOP/s"):
         assert words in here.stdout
     there = run("--gpu", "4x A100[/]")  # brackets are no markup
     for words in (

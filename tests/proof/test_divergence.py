@@ -155,7 +155,7 @@ def test_top_k_keeps_the_most_probable_and_the_mass_of_the_rest(k: int) -> None:
 @given(
     seed=st.integers(0, 10**6),
     vocabulary=st.integers(2, 300),
-    spread=st.floats(0, 12),
+    spread=st.floats(0.01, 12),
     shift=st.floats(0, 6),
     data=st.data(),
 )
@@ -163,7 +163,7 @@ def test_top_k_keeps_the_most_probable_and_the_mass_of_the_rest(k: int) -> None:
 def test_top_k_divergence_is_a_lower_bound_that_grows_with_k(
     seed: int, vocabulary: int, spread: float, shift: float, data: st.DataObject
 ) -> None:
-    p, q = drawn(seed, 5, vocabulary, spread, shift)
+    p, q = drawn(seed, 5, vocabulary, spread, shift)  # without ties: those may go to other tokens for another k
     sizes = sorted({*data.draw(st.lists(st.integers(1, vocabulary), max_size=4)), vocabulary})
     tokens = [number % vocabulary for number in range(5)]
     full = full_kl(p[:-1], q[:-1])
