@@ -320,6 +320,12 @@ def another_model(out: Path) -> None:
     (out / "run.json").write_text(json.dumps(note))
 
 
+def another_option(out: Path) -> None:
+    note = json.loads((out / "run.json").read_text())
+    note["jobs"]["demo-gguf-q8_0"]["asked"]["odd"] = None
+    (out / "run.json").write_text(json.dumps(note))
+
+
 def unnoted(out: Path) -> None:
     (out / "run.json").write_text("{}")
 
@@ -332,6 +338,7 @@ LEFT = {
     spoil_weights: "is damaged; remove .*demo-gguf-q8_0 to write it again",
     spoil_card: "quantry.json is damaged",
     another_model: "was made with another model: 0000",
+    another_option: "was made with another request",
     unnoted: "no run has noted its request",
     spoil_note: "run.json is damaged",
 }

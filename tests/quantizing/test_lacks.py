@@ -107,6 +107,8 @@ def test_a_tokenizer_whose_library_panics_is_refused(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(CheckpointError, match="the tokenizer of .* cannot be read: no entry found"):
         load_tokenizer(folder)
+    with pytest.raises(CheckpointError, match=r"tokenizer.json cannot encode a text: no entry found"):
+        quantry.quantize(folder, tmp_path / "out", preset="gguf-q8_0")
 
 
 def test_keep_odd_is_offered_only_where_it_leads_somewhere(tmp_path: Path) -> None:
@@ -124,3 +126,11 @@ def test_keep_odd_is_offered_only_where_it_leads_somewhere(tmp_path: Path) -> No
     verdict = feasible(Deployment(open_checkpoint(small), recipe, "vllm", parse("H100").device))
     assert "not divided by blocks of 128 x 128" in verdict.reason
     assert verdict.fix == "use a preset without such blocks, as fp8-dynamic or w8a8"
+
+
+def test_a_rule_with_an_endless_pattern_is_refused(tmp_path: Path) -> None:
+    """Python's translation of 100,000 brackets into a regex takes minutes."""
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f'preset = "w4a16"\n[[rules]]\nmatch = "{"[" * 100_000}"\nkeep = true\n')
+    with pytest.raises(RecipeError, match=r"with 100,000 characters; use 500 at most"):
+        quantry.quantize("demo", tmp_path / "out", recipe=recipe, dry_run=True)

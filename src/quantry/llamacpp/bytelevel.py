@@ -6,7 +6,7 @@ from typing import Any
 from gguf import TokenType
 from tokenizers import AddedToken, Tokenizer
 
-from quantry.errors import CheckpointError
+from quantry.errors import STOPS, CheckpointError
 from quantry.llamacpp import pretokenizers
 from quantry.llamacpp.pretokenizers import PreTokenizer
 from quantry.llamacpp.tokens import CARRY, COPY, TokenizerFiles, Tokens, added
@@ -40,7 +40,12 @@ def read(files: TokenizerFiles) -> tuple[Tokens, PreTokenizer]:
     """Reads the tokens of tokenizer.json, and finds its pre-tokenizer by fingerprint or by its regexes."""
     tokenizer = _load(files)
     names = (pretokenizers.by_fingerprint(ids) for ids in _encodings(tokenizer, files.settings))
-    known = next(filter(None, names), None)
+    try:
+        known = next(filter(None, names), None)
+    except BaseException as error:  # a panic of the library is no Exception
+        if isinstance(error, STOPS):
+            raise
+        raise CheckpointError(f"tokenizer.json cannot encode a text: {str(error)[:120]}", fix=COPY) from error
     row = PreTokenizer(known, ()) if known else pretokenizers.by_cuts(files.tokenizer)
     return _tokens(tokenizer, files.size), row
 

@@ -27,6 +27,7 @@ HISTOGRAMS = frozenset({"percentile", "mse"})  # methods for static input scales
 CAST = "safetensors"  # the format of 16-bit presets: nothing is encoded
 AUTO = "auto"  # computed for one model: importance vectors, or the preset of every layer for a size
 KEYS = frozenset({"preset", "format", "group", "fit", "rounder", "transform", "input_scales", "kv", "rules"})
+LONGEST = 500  # characters of a rule's pattern: Python takes minutes to translate 100,000
 RULE_KEYS = frozenset({"match", "preset", "group", "keep", "type"})
 
 
@@ -290,7 +291,12 @@ def _rule(settings: Any) -> Rule:
             f"rule {settings.get('match')!r} does not have exactly one of preset, type and keep", fix="give one of them"
         )
     chosen = preset(_text(settings, "preset"), settings.get("group")) if "preset" in settings else None
-    return Rule(_text(settings, "match"), chosen, _text(settings, "type") if "type" in settings else None)
+    pattern = _text(settings, "match")
+    if len(pattern) > LONGEST:
+        raise RecipeError(
+            f"a rule matches {pattern[:20]!r}... with {len(pattern):,} characters", fix=f"use {LONGEST} at most"
+        )
+    return Rule(pattern, chosen, _text(settings, "type") if "type" in settings else None)
 
 
 def _check_format(recipe: Recipe) -> None:

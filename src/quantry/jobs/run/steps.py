@@ -216,7 +216,7 @@ class RunSteps:
             return
         known = before if isinstance(before, dict) else {}
         changed = next((key for key in request if known.get(key) != request[key]), "request")
-        made = f"another {changed}: {str(known.get(changed))[:40]}, not {str(request[changed])[:40]}"
+        made = f"another {changed[:40]}: {str(known.get(changed))[:40]}, not {str(request.get(changed))[:40]}"
         raise OutputError(
             f"{self._plan.artefact} {f'was made with {made}' if known else 'exists, and no run has noted its request'}",
             fix="choose another -o, or remove it to have it made anew",
