@@ -148,6 +148,8 @@ def test_nothing_is_decided_by_few_windows() -> None:
 def test_no_time_is_refused(seconds: float, gguf: Path) -> None:
     with pytest.raises(QuantryError, match="proof cannot be made in .*--proof-time 3m"):
         quantry.verify(gguf, reference="demo", proof_time=seconds)
+    with pytest.raises(QuantryError, match="not a number of seconds"):
+        quantry.verify(gguf, reference="demo", proof_time="3m")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,8 @@ def fitting_length(length: int, *configs: Mapping[str, Any]) -> tuple[int, tuple
 
 def check_time(seconds: float | None) -> float | None:
     """Returns the seconds that the windows of a proof may take. Raises QuantryError if they are none."""
+    if isinstance(seconds, str):
+        raise QuantryError(f"the time of a proof is {seconds[:40]!r}, not a number of seconds", fix="give 180.0")
     if seconds is not None and not (isfinite(seconds) and seconds > 0):
         raise QuantryError(f"a proof cannot be made in {seconds:g} s", fix="give --proof-time 3m, or leave it out")
     return seconds
