@@ -1,9 +1,9 @@
 """One artefact of AutoRound, in its own environment: PYTHON autoround_job.py JOB.json.
 
 The job gives model, out, windows (a JSON list of token lists), method (signround, or signround-best with 1000 steps a
-block in place of 200), bits, group and symmetric, and may give a device and other iterations; the report gets the
-seconds of each part. The windows are taken as they are, all of them; everything else is the tool's own default.
-Symmetric weights are written as GPTQ checkpoints, others as AWQ ones (4 bits) or GPTQ ones, whose readers are many.
+block in place of 200 and, at 2 bits, the extension that the tool's README advises), bits, group and symmetric, and may
+give a device and other iterations; the report gets the seconds of each part. The windows are taken as they are, all of
+them; everything else is the tool's own default.
 """
 
 import json
@@ -36,12 +36,13 @@ def main(job: dict[str, Any]) -> None:
         nsamples=len(windows),
         seqlen=len(windows[0]),
         batch_size=8,
+        enable_alg_ext=job["method"] == "signround-best" and job["bits"] == 2,
         iters=job.get("iterations") or ITERATIONS[job["method"]],
         device_map=job.get("device", "cpu"),
     )
     tool.quantize()
     made = time.perf_counter()
-    tool.save_quantized(job["out"], format=_format(job))
+    tool.save_quantized(job["out"], format="llm_compressor")
     saved = time.perf_counter()
     seconds = {"load": loaded - start, "quantize": made - loaded, "save": saved - made}
     report = {
@@ -50,10 +51,6 @@ def main(job: dict[str, Any]) -> None:
         "versions": {name: version(name) for name in ("auto-round", "transformers", "torch")},
     }
     Path(job["report"]).write_text(json.dumps(report))
-
-
-def _format(job: dict[str, Any]) -> str:
-    return "auto_awq" if job["bits"] == 4 and not job["symmetric"] else "auto_gptq"
 
 
 if __name__ == "__main__":
