@@ -1,4 +1,4 @@
-"""What calibrated_quality.py makes of its rows: ratios to peers, the best of each kind, tables, a file of all models."""
+"""What calibrated_quality.py makes of its rows: ratios to peers, the best of each kind, tables, one file of models."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
