@@ -323,6 +323,9 @@ def save(student: Any, teacher: Any, tokenizer: Any, folder: Path) -> None:
     student.save_pretrained(folder)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(folder)
+    settings = folder / "tokenizer_config.json"
+    kept = {name: value for name, value in json.loads(settings.read_text()).items() if name != "chat_template"}
+    settings.write_text(json.dumps(kept, indent=2) + "\n")
     print(f"wrote {folder}: {', '.join(sorted(file.name for file in folder.iterdir()))}", flush=True)
 
 
