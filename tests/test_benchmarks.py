@@ -40,7 +40,9 @@ def teacher() -> Any:
     torch.manual_seed(0)
     heads: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(vocab_size=96, hidden_size=32, intermediate_size=64, bos_token_id=1, eos_token_id=2, **heads)
-    return LlamaForCausalLM(config).eval().requires_grad_(False)
+    model: Any = LlamaForCausalLM(config).eval().requires_grad_(False)
+    model.lm_head.weight *= 20  # some tokens are far likelier than others
+    return model
 
 
 def test_decoder_gives_the_logits_of_transformers(trainer: ModuleType, teacher: Any) -> None:
@@ -57,7 +59,8 @@ def test_sampled_tokens_follow_the_teacher(trainer: ModuleType, teacher: Any) ->
     second = trainer._sequences(decoder, teacher, sizes, float("inf"))[:, 1]
     share = torch.bincount(second.long(), minlength=96) / sizes["batch"]
     expected = teacher(torch.tensor([[1]])).logits[0, 0].softmax(-1)
-    assert (share - expected).abs().max() < 0.005  # five deviations of the likeliest are 0.004
+    assert expected.max() > 0.1
+    assert (share - expected).abs().max() < 0.015  # more than four deviations of any share
 
 
 def test_training_step_has_the_gradient_of_both_losses(trainer: ModuleType, teacher: Any) -> None:
