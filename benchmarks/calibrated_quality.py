@@ -20,9 +20,9 @@ product that is symmetric or triangular once, at the speed of a large float32 pr
 models whose layers are named as Llama's.
 
 Peers, each in an environment of its own: pip install torch==2.13.0 llmcompressor==0.14.0.1; pip install torch==2.13.0
-transformers==5.22.2 accelerate datasets optimum defuser device-smi logbar pypcre threadpoolctl tokenicer and, with
---no-deps, torchao and gptqmodel==7.7.0; pip install torch==2.13.0 compressed-tensors==0.19.0 auto-round==0.16.1; cmake
---build B --target llama-quantize llama-imatrix.
+transformers==5.22.2 accelerate datasets optimum defuser device-smi logbar pypcre threadpoolctl tokenicer pillow
+requests and, with --no-deps, torchao and gptqmodel==7.7.0; pip install torch==2.13.0 compressed-tensors==0.19.0
+auto-round==0.16.1; cmake --build B --target llama-quantize llama-imatrix.
 """
 
 import argparse
