@@ -2,8 +2,8 @@
 
 The job gives model, out, windows (a JSON list of token lists), method (gptq, awq), bits, group and symmetric; the
 report gets the seconds of each part. Layers are not moved to the disk meanwhile; all else is the tool's own default. Of
-a model with two rotary bases (Gemma 3) it writes a `rope_theta` that is a table, beside the right `rope_parameters`: Quantry
-refuses to read that, and it is left out.
+Gemma 3 it writes a `rope_theta` that is a table into `rope_parameters`, beside the entries of both kinds of layers:
+Quantry refuses to read that, and it is left out.
 """
 
 import json
@@ -46,8 +46,9 @@ def main(job: dict[str, Any]) -> None:
 
 def _mend(file: Path) -> None:
     config = json.loads(file.read_text())
-    if isinstance(config.get("rope_theta"), dict) and "rope_parameters" in config:
-        del config["rope_theta"]
+    rotary = config.get("rope_parameters") or {}
+    if isinstance(rotary.get("rope_theta"), dict) and {"full_attention", "sliding_attention"} <= rotary.keys():
+        config["rope_parameters"] = {name: rotary[name] for name in ("full_attention", "sliding_attention")}
         file.write_text(json.dumps(config, indent=2) + "\n")
 
 
