@@ -228,7 +228,7 @@ def main() -> None:
     left = [row for row in rows if "failed" in done.get(row.name, {"failed": ""})]
     print(f"{name}: {len(rows)} rows, {len(left)} to be made", flush=True)
     for row in left:
-        done[row.name] = bench.row(row) | ({"busy": True} if options.busy else {})
+        done[row.name] = bench.row(row) | ({"busy": True, "floor": None} if options.busy else {})
         print(line(done[row.name]), flush=True)
         _save(options.output, name, _record(bench, done))
     record = _record(bench, done)
@@ -320,6 +320,8 @@ class Bench:
             sys.exit(f"{file} is of other settings: {theirs}, not {ours}")
         self.versions |= {peer: found["versions"][peer] for peer in (OURS, *PEERS) if peer in found["versions"]}
         self.notes = found.get("note", self.notes)
+        if self._options.busy:
+            self.speed = found["fp32_flops_per_second"]
         return {row["name"]: row for row in found["rows"]}
 
     @property
