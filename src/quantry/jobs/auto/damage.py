@@ -19,7 +19,7 @@ from quantry.quantizing.calibration.block_inputs import BlockInputs
 from quantry.quantizing.calibration.fisher import Fisher
 from quantry.quantizing.calibration.per_block import BlockCalibration, BlockSteps
 from quantry.quantizing.calibration.store import Statistics
-from quantry.quantizing.calibration.text import SEED
+from quantry.quantizing.calibration.text import SEED, CalibrationText
 from quantry.quantizing.calibration.transform import BlockTransform
 from quantry.quantizing.makers.reader import WeightReader
 from quantry.quantizing.slices import Slice, matrix, tensor_of
@@ -149,7 +149,7 @@ class DamageMeter:
     def gradients(self) -> Fisher:
         """The Fisher information of the model's outputs."""
         statistics, walk = self._statistics, self._statistics.walk
-        windows = statistics.text.tokens[: max(1, GRADIENT_TOKENS // statistics.text.length)]
+        windows = statistics.text.tokens[: gradient_windows(statistics.text)]
         key = f"fisher {statistics.fingerprint} {walk.dtype} {len(windows)} {SEED}"
 
         def compute() -> Fisher:
@@ -162,6 +162,11 @@ class DamageMeter:
     def _report(self, done: int, label: str) -> None:
         if self._progress:
             self._progress(done, self._total, label)
+
+
+def gradient_windows(text: CalibrationText) -> int:
+    """Returns how many windows of a text, from the first, gradients are averaged over."""
+    return max(1, GRADIENT_TOKENS // text.length)
 
 
 def _outliers(absmax: Tensor) -> float | None:
