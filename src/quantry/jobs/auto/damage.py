@@ -126,7 +126,7 @@ class DamageMeter:
             return fisher.damage(error, self._fisher_rows(part)[rows], layer_input.stats.gram)
         own = slice(*part.rows) if part.rows else slice(None)
         as_head = fisher.damage(error, gradients.head[own], gradients.gram.to(error.device))
-        as_embedding = fisher.embedding_damage(error, gradients.frequency[own], gradients.embedding)
+        as_embedding = fisher.embedding_damage(error, gradients.seen, gradients.embedding)
         return as_head if layer.name == HEAD else as_embedding + (as_head if self._tied else 0.0)
 
     def _input_damage(self, part: Slice, weight: Tensor, noise: float, rows: slice | Tensor) -> float:
@@ -150,7 +150,7 @@ class DamageMeter:
         """The Fisher information of the model's outputs."""
         statistics, walk = self._statistics, self._statistics.walk
         windows = statistics.text.tokens[: gradient_windows(statistics.text)]
-        key = f"fisher {statistics.fingerprint} {walk.dtype} {len(windows)} {SEED}"
+        key = f"fisher {fisher.EDITION} {statistics.fingerprint} {walk.dtype} {len(windows)} {SEED}"
 
         def compute() -> Fisher:
             gradients = Walk(walk.source, device=walk.device, dtype=walk.dtype, memory=walk.memory)

@@ -25,6 +25,7 @@ from quantry.jobs.auto.choices import LayerChoices, limited, model_choices
 from quantry.jobs.auto.damage import GRADIENT_TOKENS, ROWS, DamageMeter, Measured
 from quantry.jobs.auto.solver import Item, ItemOption
 from quantry.numerics.device import device as computing
+from quantry.quantizing.calibration import fisher
 from quantry.quantizing.calibration.advice import advise
 from quantry.quantizing.calibration.options import CalibrationOptions
 from quantry.quantizing.calibration.store import default_store
@@ -228,7 +229,7 @@ def measured_folder(model: CalibratedModel, method: Method, layers: Sequence[Lay
     """Returns the folder of the store for what was measured; a hash of all that it depends on is its name."""
     names = [[choice.name for choice in layer.choices] for layer in layers]
     facts = (
-        model.statistics.fingerprint, model.device.type, __version__, ROWS, GRADIENT_TOKENS,
+        model.statistics.fingerprint, model.device.type, fisher.EDITION, __version__, ROWS, GRADIENT_TOKENS,
         *asdict(method).values(), names,
     )  # fmt: skip
     return default_store().folder / sha256(repr(facts).encode()).hexdigest()[:32]
