@@ -27,14 +27,22 @@ class Rival:
 def rivals(mixer: Mixer, wanted: Budget | DeviceBudget, words: str) -> list[Rival]:
     """Returns the plain presets with the mixture's rounder and transform that come closest to a budget from below."""
     plain = _file_types(mixer) if mixer.known.format == GGUF else _uniform(mixer)
-    found: dict[tuple[str, ...], Rival] = {}
-    for name, chosen in plain:
-        solution = Solution(chosen, sum(option.bytes for option in chosen.values()), 0.0, 0.0)
+    solutions = [(name, Solution(chosen, _bytes(chosen), 0.0, 0.0)) for name, chosen in plain]
+    found: list[Rival] = []
+    for name, solution in sorted(solutions, key=lambda one: -one[1].bytes):
+        if len(found) == MOST or (found and solution.bytes < NEAR * found[0].solution.bytes):
+            break
+        known = any(solution.chosen == rival.solution.chosen for rival in found)
+        if known or (isinstance(wanted, Budget) and solution.bytes > wanted.bytes):
+            continue
         recipe = mixer.recipe(solution, words)
         if mixer.meets(recipe, wanted):
-            found.setdefault(tuple(option.name for option in chosen.values()), Rival(name, recipe, solution))
-    ordered = sorted(found.values(), key=lambda rival: -rival.solution.bytes)[:MOST]
-    return [rival for rival in ordered if rival.solution.bytes >= NEAR * ordered[0].solution.bytes]
+            found.append(Rival(name, recipe, solution))
+    return found
+
+
+def _bytes(chosen: Mapping[str, ItemOption]) -> int:
+    return sum(option.bytes for option in chosen.values())
 
 
 def _file_types(mixer: Mixer) -> Iterator[tuple[str, Mapping[str, ItemOption]]]:
