@@ -34,7 +34,7 @@ def text(tmp_path: Path) -> Path:
     """A text with seven windows of the demo's tokens."""
     tokenizer = load_tokenizer(local_folder("demo"))
     source = load(None, tokenizer, samples=8, length=LENGTH)
-    words = tokenizer.decode([token for window in source.tokens for token in window if token != source.bos])
+    words = str(tokenizer.decode([token for window in source.tokens for token in window if token != source.bos]))
     file = tmp_path / "short.txt"
     file.write_text(words[: len(words) * 15 // 16].replace("\n", " "))
     return file
