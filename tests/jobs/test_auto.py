@@ -17,6 +17,7 @@ from depth import FAMILIES, cases, rounds, sampled
 from divergences import divergence, logits, windows
 from quantry.errors import QuantryError, RecipeError
 from quantry.jobs.auto import mixer as mixer_module
+from quantry.jobs.auto import mixture as mixture_module
 from quantry.jobs.auto.damage import DamageMeter
 from quantry.jobs.auto.mixer import AutoOptions, Mixer
 from quantry.jobs.auto.sensitivity import Method, Sensitivity, unmeasured
@@ -310,12 +311,12 @@ def test_bad_input_is_one_line_and_leaves_nothing(words: str, tmp_path: Path) ->
 
 
 def test_room_for_all_in_16_bit_is_said_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixture, "measure", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(mixture_module, "measure_opened", lambda *_, **__: pytest.fail("measured"))
     with pytest.raises(RecipeError, match="room for all of the model in 16 bit"):
         quantry.quantize("demo", "never", preset="auto", budget="fits RTX 3060 12GB at 512")
 
 
 def test_a_budget_between_two_sizes_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixture, "measure", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(mixture_module, "measure_opened", lambda *_, **__: pytest.fail("measured"))
     with pytest.raises(RecipeError, match="ask for a size between them"):
         quantry.quantize("demo", "never", preset="auto", budget="2bpw")
