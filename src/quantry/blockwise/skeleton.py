@@ -110,13 +110,17 @@ class Skeleton:
         """Returns the keys of a module's weights."""
         return frozenset(key for key in self.keys if key.startswith(f"{module}."))
 
+    def sources(self, keys: Iterable[str]) -> list[str]:
+        """Returns the tensors of the checkpoint that weights come from, in the order of loading."""
+        wanted = {self.tied.get(key, key) for key in keys}
+        return [name for name, made in self.makes.items() if wanted.intersection(made)]
+
     def load(self, keys: Iterable[str], instead: Mapping[str, Tensor] | None = None) -> None:
         """Puts weights in place; tensors in `instead` replace those of the source.
 
         Raises CheckpointError if a shape differs from the config's, or a conversion of transformers fails.
         """
-        wanted = {self.tied.get(key, key) for key in keys}
-        names = [name for name, made in self.makes.items() if wanted.intersection(made)]
+        names = self.sources(keys)
         settings = LoadStateDictConfig(
             device_map={"": self.device},
             dtype=self.dtype,

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 REPORT_BYTES = 2 << 20  # of report.html and report.png, which grow with the layers
 SEQUENTIAL = False  # calibrate each block on the output of quantized ones by default; it gained nothing for AWQ + GPTQ
-CHOOSING, MEASURING = 3, 3  # the work of preset auto and of an importance matrix, against that of writing
+CHOOSING, MEASURING = 4, 3  # the work of preset auto and of an importance matrix, against that of writing
 DISTILLING = 5
 DISTIL_STEPS = 200
 NOT_CALIBRATED = "leave it out, use a calibrated preset, or --rounder gptq"
@@ -215,7 +215,7 @@ class QuantizeJob:
 
     def _notes(self) -> list[str]:
         mixture = self._options.mixture
-        predicted = [f"The predicted divergence is {mixture.damage:.3g} nats a token."] if mixture else []
+        predicted = mixture.notes if mixture else ()
         calibrated = self._calibrator.notes if self._calibrator else ()
         return [*self._options.notes, *predicted, *calibrated, *_cache_notes(self._recipe), *lacks(self._checkpoint)]
 
@@ -255,15 +255,14 @@ def _checked_output(output: str | Path, overwrite: bool) -> Path:
 def _mixture(
     model: str | Path, settings: Mapping[str, Any], options: JobOptions, progress: Progress | None
 ) -> tuple[Recipe, JobOptions]:
-    from quantry.jobs.auto.mixture import AutoOptions, choose_mixture
+    from quantry.jobs.auto.mixer import AutoOptions
+    from quantry.jobs.auto.mixture import choose_mixture
 
     unused = ("recipe", "plan", "group", "imatrix", "input_scales")
     _refuse(settings, unused, "with preset auto, which chooses for each tensor", "leave it out")
     used = ("budget", "format", "rounder", "transform", "kv", "gpu")
     auto = AutoOptions(**{key: settings[key] for key in used if settings[key] is not None})
-
-    measuring = named(progress, "looking where bits matter")
-    mixture = choose_mixture(model, auto, options.text, options.device, measuring)
+    mixture = choose_mixture(model, auto, options.text, options.device, progress)
     return mixture.recipe, replace(options, keep_odd=True, mixture=mixture)
 
 
