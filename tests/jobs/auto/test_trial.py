@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from quantry.proof.sources import open_source
 from torch import Tensor
 
 import quantry
@@ -18,6 +17,7 @@ from quantry.jobs.auto.calibrated_model import CalibratedModel, open_calibrated
 from quantry.jobs.auto.trial import Trial, Variant
 from quantry.quantizing.calibration.options import CalibrationOptions
 from quantry.quantizing.recipe import Recipe, build
+from quantry.quantizing.sources import open_source
 from tiny_models import write_model
 
 TEXT: dict[str, Any] = {"samples": 8, "length": 64}
