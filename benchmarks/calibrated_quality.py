@@ -1,22 +1,28 @@
-"""Calibrated methods against llm-compressor, GPTQModel and llama.cpp: what is lost, how long it takes, in one run.
+"""Calibrated methods against llm-compressor, GPTQModel, AutoRound and llama.cpp: what is lost, how long it takes.
 
     python benchmarks/calibrated_quality.py MODEL --data CALIBRATION --text TEST [--samples 64 --length 512 --windows 8]
-        [--only PATTERN,...] [--peers llmcompressor=PYTHON gptqmodel=PYTHON llamacpp=BIN_FOLDER] [--work FOLDER]
-        [-o benchmarks/results/calibrated_quality.json [--resume]]
+        [--only PATTERN,...] [--peers llmcompressor=PYTHON gptqmodel=PYTHON autoround=PYTHON llamacpp=BIN_FOLDER]
+        [--name NAME] [--device cuda] [--busy] [--work FOLDER]
+        [-o benchmarks/results/calibrated_quality.json [--resume] [--add FILE]]
+
+A file holds several models: a run replaces the part of its own (--name, or the folder's name), and with --resume only
+the rows that it makes. --add takes the rows of another machine's file, if they are of the same windows and sizes.
 
 Every artefact is made by a process of its own, one after the other, from the same windows of tokens (llama.cpp reads
 their text), and measured by the same `quantry.verify`. Rows with the same name after the slash are the same method at
 the same bits; rows of the same kind take the same bits. Quantry gathers statistics once for all methods: the rows that
 are timed against others begin without any, the rest with those that are stored. llama.cpp starts from Quantry's float16
-GGUF, whose making is not counted.
+GGUF, whose making is not counted. Rows whose groups do not divide every width of the model are left out. --device is
+AutoRound's alone. Seconds of rows made with --busy count for nothing.
 
 The floor counts multiplications and additions of the walk, the Gram matrices, their factors and GPTQ's updates, each
 product that is symmetric or triangular once, at the speed of a large float32 product of the same run. It is for dense
 models whose layers are named as Llama's.
 
 Peers, each in an environment of its own: pip install torch==2.13.0 llmcompressor==0.14.0.1; pip install torch==2.13.0
-transformers==5.22.2 accelerate datasets optimum defuser device-smi logbar pypcre threadpoolctl tokenicer and, with
---no-deps, torchao and gptqmodel==7.7.0; cmake --build B --target llama-quantize llama-imatrix.
+transformers==5.22.2 accelerate datasets optimum defuser device-smi logbar pypcre threadpoolctl tokenicer pillow
+requests and, with --no-deps, torchao and gptqmodel==7.7.0; pip install torch==2.13.0 compressed-tensors==0.19.0
+auto-round==0.16.1; cmake --build B --target llama-quantize llama-imatrix.
 """
 
 import argparse
@@ -28,7 +34,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from fnmatch import fnmatch
@@ -42,7 +48,8 @@ sys.path[:0] = [str(HERE)]
 import torch  # noqa: E402
 
 import quantry  # noqa: E402
-from gguf_peers import _version as llamacpp_version  # noqa: E402
+from calibrated_report import OURS as OURS  # noqa: E402
+from calibrated_report import Figures, against, best, line, markdown, merged, part  # noqa: E402
 from measure import _family  # noqa: E402
 from quantry.errors import QuantryError  # noqa: E402
 from quantry.models.anatomy import dissect  # noqa: E402
@@ -52,12 +59,12 @@ from quantry.models.tokenizer import load_tokenizer  # noqa: E402
 from quantry.quantizing.calibration.text import CalibrationText, load  # noqa: E402
 from verify_presets import FIGURES  # noqa: E402
 
-OURS, LLMC, GPTQMODEL, LLAMACPP = "quantry", "llmcompressor", "gptqmodel", "llamacpp"
+PEERS = LLMC, GPTQMODEL, AUTOROUND, LLAMACPP = "llmcompressor", "gptqmodel", "autoround", "llamacpp"
 GGUF = ("Q4_K_M", "Q3_K_M", "Q2_K")
 SHARED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # layers that are given the same input
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LIMIT = 3 * 3600  # seconds after which a job counts as failed
-Figures = dict[str, Any]
+LOW_GROUPS = 64, 32  # of 3 and 2 bits: the first that divides
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,11 @@ class Row:
     options: Mapping[str, Any] = field(default_factory=dict)
     calibrated: bool = True
     cold: bool = False  # begins without stored statistics, so that its time may be held against others
+
+    @property
+    def group(self) -> int:
+        """How many weights share a scale, where that number is part of the kind."""
+        return next((int(part[1:]) for part in self.kind.split("-") if part[0] == "g" and part[1:].isdigit()), 1)
 
     @property
     def same(self) -> str:
@@ -89,12 +101,11 @@ def table(peers: Iterable[str]) -> list[Row]:
 
 
 def _ours() -> Iterator[Row]:
-    for group in (64, 32):
-        for zero in (False, True):
+    for group in (128, 64, 32):
+        for zero in (False, True) if group < 128 else (False,):
             yield from _four_bits(group, zero)
-    w3 = {"group": 64, "format": "compressed-tensors"}
-    yield Row(OURS, "w3-g64", "nearest", {"preset": "w3a16", **w3}, calibrated=False)
-    yield Row(OURS, "w3-g64", "gptq", {"preset": "w3a16-gptq", **w3})
+    for group in LOW_GROUPS:
+        yield from _low_bits(group)
     yield Row(OURS, "w8a8", "nearest", {"preset": "w8a8"}, calibrated=False)
     yield Row(OURS, "w8a8", "gptq", {"preset": "w8a8", "rounder": "gptq"})
     for method in ("smoothquant", "smoothquant+gptq", "zeroquant"):
@@ -104,6 +115,10 @@ def _ours() -> Iterator[Row]:
     yield Row(OURS, "fp8-static", "nearest", {"preset": "fp8-static"})
     for way in ("minmax", "percentile", "mse"):
         yield Row(OURS, "w8a8-static", way, {"preset": "w8a8-static", "input_scales": way})
+    yield Row(OURS, "nvfp4", "nearest", {"preset": "nvfp4"}, calibrated=False)
+    yield Row(OURS, "nvfp4", "gptq", {"preset": "nvfp4", "rounder": "gptq"})
+    yield Row(OURS, "nvfp4-w4a4", "nearest", {"preset": "nvfp4-w4a4"})
+    yield Row(OURS, "nvfp4-w4a4", "gptq", {"preset": "nvfp4-w4a4", "rounder": "gptq"})
     for kind in GGUF:
         preset = {"preset": f"gguf-{kind.lower()}"}
         yield Row(OURS, kind, "nearest", preset, calibrated=False)
@@ -129,55 +144,95 @@ def _four_bits(group: int, zero: bool) -> Iterator[Row]:
         yield Row(OURS, kind, "awq+gptq-sequential", {"preset": "w4a16-awq+gptq", **awq, "sequential": True})
 
 
+def _low_bits(group: int) -> Iterator[Row]:
+    shape = {"group": group, "format": "compressed-tensors"}
+    three, two = {"preset": "w3a16", **shape}, {"preset": "w2a16", **shape}
+    for kind, plain in (
+        (f"w3-g{group}", three),
+        (f"w2-g{group}", {**two, "symmetric": True}),
+        (f"w2-g{group}-zero", two),
+    ):
+        yield Row(OURS, kind, "nearest", plain, calibrated=False)
+        yield Row(OURS, kind, "gptq", {**plain, "rounder": "gptq"})
+        yield Row(OURS, kind, "awq+gptq", {**plain, "rounder": "gptq", "transform": "awq"})
+
+
 def _peers() -> Iterator[Row]:
-    for kind, method, group in (
-        *((kind, method, group) for kind, group in (("w4-g64", 64), ("w4-g32", 32)) for method in ("nearest", "gptq")),
-        ("w4-g64-zero", "nearest", 64),
-        ("w4-g64-zero", "gptq", 64),
-        ("w4-g64-zero", "awq", 64),
-        ("w4-g64-zero", "awq+gptq", 64),
-        ("w4-g32-zero", "nearest", 32),
-        ("w4-g32-zero", "gptq", 32),
-        ("w4-g32-zero", "awq", 32),
-        ("w3-g64", "nearest", 64),
-        ("w3-g64", "gptq", 64),
+    yield from _llmcompressor()
+    for kind, method in (
+        ("w4-g128", "gptq"),
+        ("w4-g64", "gptq"),
+        ("w4-g32", "gptq"),
+        ("w4-g64-zero", "gptq"),
+        ("w4-g64-zero", "awq"),
+        *((f"{kind}-g{group}", "gptq") for group in LOW_GROUPS for kind in ("w3", "w2")),
+        *((f"w2-g{group}-zero", "gptq") for group in LOW_GROUPS),
     ):
-        yield Row(LLMC, kind, method, _grid(kind, group) | {"scheme": "int"}, method != "nearest")
-    for method in ("nearest", "gptq", "smoothquant", "smoothquant+gptq"):
-        yield Row(LLMC, "w8a8", method, {"scheme": "w8a8"}, method != "nearest")
-    yield Row(LLMC, "fp8-dynamic", "nearest", {"scheme": "fp8-dynamic"}, calibrated=False)
-    yield Row(LLMC, "fp8-static", "nearest", {"scheme": "fp8-static"})
-    for kind, method, group in (
-        ("w4-g64", "gptq", 64),
-        ("w4-g32", "gptq", 32),
-        ("w4-g64-zero", "gptq", 64),
-        ("w4-g64-zero", "awq", 64),
-        ("w3-g64", "gptq", 64),
-    ):
-        yield Row(GPTQMODEL, kind, method, _grid(kind, group))
+        yield Row(GPTQMODEL, kind, method, _grid(kind))
+    for kind in ("w4-g128", "w4-g64", "w4-g64-zero", "w4-g32", "w4-g32-zero", *_low_kinds()):
+        for method in ("signround", "signround-best"):
+            yield Row(AUTOROUND, kind, method, _grid(kind))
     for kind in GGUF:
         yield Row(LLAMACPP, kind, "nearest", calibrated=False)
         yield Row(LLAMACPP, kind, "imatrix")
 
 
-def _grid(kind: str, group: int) -> dict[str, Any]:
-    return {"bits": int(kind[1]), "group": group, "symmetric": not kind.endswith("-zero")}
+def _low_kinds() -> list[str]:
+    return [
+        f"{bits}-g{group}{zero}" for group in LOW_GROUPS for bits, zero in (("w3", ""), ("w2", ""), ("w2", "-zero"))
+    ]
+
+
+def _llmcompressor() -> Iterator[Row]:
+    for kind, methods in (
+        ("w4-g128", ("nearest", "gptq")),
+        ("w4-g64", ("nearest", "gptq")),
+        ("w4-g32", ("nearest", "gptq")),
+        ("w4-g64-zero", ("nearest", "gptq", "awq", "awq+gptq")),
+        ("w4-g32-zero", ("nearest", "gptq", "awq")),
+        *((kind, ("nearest", "gptq")) for kind in _low_kinds()),
+    ):
+        for method in methods:
+            yield Row(LLMC, kind, method, _grid(kind) | {"scheme": "int"}, method != "nearest")
+    for method in ("nearest", "gptq", "smoothquant", "smoothquant+gptq"):
+        yield Row(LLMC, "w8a8", method, {"scheme": "w8a8"}, method != "nearest")
+    yield Row(LLMC, "fp8-dynamic", "nearest", {"scheme": "fp8-dynamic"}, calibrated=False)
+    yield Row(LLMC, "fp8-static", "nearest", {"scheme": "fp8-static"})
+    for kind in ("nvfp4", "nvfp4-w4a4"):
+        for method in ("nearest", "gptq"):
+            yield Row(LLMC, kind, method, {"scheme": kind}, calibrated=(kind, method) != ("nvfp4", "nearest"))
+
+
+def _grid(kind: str) -> dict[str, Any]:
+    return {"bits": int(kind[1]), "group": int(kind.split("-")[1][1:]), "symmetric": not kind.endswith("-zero")}
+
+
+def fitting(rows: Iterable[Row], widths: Iterable[int]) -> list[Row]:
+    """The rows whose groups divide all widths; of three and two bits those of the largest group that does."""
+    possible = [row for row in rows if all(width % row.group == 0 for width in widths)]
+    low = next((group for group in LOW_GROUPS if all(width % group == 0 for width in widths)), 0)
+    return [row for row in possible if row.kind[:2] not in ("w2", "w3") or row.group == low]
 
 
 def main() -> None:
     options = _options()
-    rows = [row for row in table(options.peers) if _wanted(row, options.only)]
-    if options.only and not rows:
-        sys.exit(f"no row is named {options.only}")
     bench = Bench(options)
-    done = bench.earlier()
+    name = options.name or bench.settings["model"]
+    rows = [row for row in fitting(table(options.peers), bench.widths) if _wanted(row, options.only)]
+    if options.only and not rows:
+        sys.exit(f"no row is named {options.only}, or its groups do not divide the widths {bench.widths}")
+    done = bench.rows_of(options.output, name) if options.resume or options.add else {}
+    if options.add:
+        done |= bench.rows_of(options.add, name)
+        rows = []
     left = [row for row in rows if "failed" in done.get(row.name, {"failed": ""})]
-    print(f"{len(rows)} rows, {len(left)} to be made", flush=True)
+    print(f"{name}: {len(rows)} rows, {len(left)} to be made", flush=True)
     for row in left:
-        done[row.name] = bench.row(row)
-        print(_line(done[row.name]), flush=True)
-        bench.save(_record(bench, done, options))
-    record = _record(bench, done, options)
+        done[row.name] = bench.row(row) | ({"busy": True, "floor": None} if options.busy else {})
+        print(line(done[row.name]), flush=True)
+        _save(options.output, name, _record(bench, done))
+    record = _record(bench, done)
+    _save(options.output, name, record)
     print(markdown(record))
     print(json.dumps(record))
     if any("failed" in row for row in done.values()):
@@ -196,20 +251,30 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("calibrated_quality.work"))
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--add", type=Path, metavar="FILE", help="adds the rows of this file, and makes none")
+    parser.add_argument("--name", help="of the model in the file; the folder's without")
+    parser.add_argument("--device", default="cpu", help="AutoRound's")
+    parser.add_argument("--busy", action="store_true", help="the machine has other work: no time is compared")
     options = parser.parse_args()
     options.peers = dict(peer.split("=", 1) if "=" in peer else (peer, "") for peer in options.peers)
     for name, place in options.peers.items():
-        if name not in (LLMC, GPTQMODEL, LLAMACPP) or not Path(place).exists():
-            parser.error(
-                f"--peers {name}={place}: known are {LLMC}, {GPTQMODEL}, {LLAMACPP}, and the path must be there"
-            )
-    if options.resume and not options.output:
-        parser.error("--resume needs -o")
+        if name not in PEERS or not Path(place).exists():
+            parser.error(f"--peers {name}={place}: known are {', '.join(PEERS)}, and the path must be there")
+    if (options.resume or options.add) and not options.output:
+        parser.error("--resume and --add need -o")
     return options
 
 
 def _wanted(row: Row, only: str) -> bool:
     return not only or any(fnmatch(row.name, pattern) for pattern in only.split(","))
+
+
+def _save(file: Path | None, name: str, record: Figures) -> None:
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_name(f"{file.name}.partial")
+        partial.write_text(json.dumps(merged(file, name, record), indent=2) + "\n")
+        partial.replace(file)
 
 
 class Bench:
@@ -237,16 +302,26 @@ class Bench:
         self.speed = _product_speed()
         self.work_counts = _operations(self._model, self.data)
         self.versions: dict[str, Any] = {}
+        self.notes = ""
 
-    def earlier(self) -> dict[str, Figures]:
-        """The rows of a run that was interrupted, if it was one of the same model, text and sizes."""
-        file = self._options.output
-        if not self._options.resume or not file.exists():
+    @property
+    def widths(self) -> list[int]:
+        """The inputs of each layer, once each."""
+        shapes = [tensor.shape for tensor in open_checkpoint(self._model).tensors if _linear(tensor.name)]
+        return sorted({shape[1] for shape in shapes})
+
+    def rows_of(self, file: Path, name: str) -> dict[str, Figures]:
+        """The rows of a file, if they are of the same model, text and sizes; its versions count as well."""
+        found = part(file, name)
+        if not found:
             return {}
-        found = json.loads(file.read_text())
-        if found["settings"] != self.settings:
-            sys.exit(f"{file} is of other settings: {found['settings']}, not {self.settings}")
-        self.versions |= found["versions"]
+        theirs, ours = ({**settings, "model": name} for settings in (found["settings"], self.settings))
+        if theirs != ours:
+            sys.exit(f"{file} is of other settings: {theirs}, not {ours}")
+        self.versions |= {peer: found["versions"][peer] for peer in (OURS, *PEERS) if peer in found["versions"]}
+        self.notes = found.get("note", self.notes)
+        if self._options.busy:
+            self.speed = found["fp32_flops_per_second"]
         return {row["name"]: row for row in found["rows"]}
 
     @property
@@ -262,14 +337,6 @@ class Bench:
             "text": given.text.name,
             "windows": given.windows,
         }
-
-    def save(self, record: Figures) -> None:
-        file = self._options.output
-        if file:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            partial = file.with_name(f"{file.name}.partial")
-            partial.write_text(json.dumps(record, indent=2) + "\n")
-            partial.replace(file)
 
     def row(self, row: Row) -> Figures:
         """Makes an artefact, measures it and removes it; what fails is told and does not end the run."""
@@ -303,6 +370,8 @@ class Bench:
 
     def _make_other(self, row: Row, out: Path) -> Figures:
         job = {"model": str(self._model), "windows": str(self._windows), "method": row.method, **row.options}
+        if row.by == AUTOROUND:
+            job["device"] = self._options.device
         return self._job(self._options.peers[row.by], f"{row.by}_job.py", job, out, {})
 
     def _job(self, python: str, script: str, job: Figures, out: Path, environment: Mapping[str, str]) -> Figures:
@@ -316,6 +385,8 @@ class Bench:
         return {**seen, **found}
 
     def _make_llamacpp(self, row: Row, out: Path) -> Figures:
+        from gguf_peers import _version as llamacpp_version
+
         tools, source = Path(self._options.peers[LLAMACPP]), self._work / "f16"
         if not source.exists():
             quantry.quantize(self._model, source, preset="gguf-f16")
@@ -419,7 +490,7 @@ def _operations(model: Path, data: CalibrationText) -> dict[str, float]:
     tokens, count = data.count, dict.fromkeys(("walk", "gram", "factor", "gptq"), 0.0)
     for tensor in open_checkpoint(model).tensors:
         leaf = tensor.name.removesuffix(".weight").rpartition(".")[2]
-        if block_of(tensor.name) is None or leaf not in LINEARS:
+        if not _linear(tensor.name):
             continue
         rows, columns = tensor.shape
         count["walk"] += 2 * tokens * rows * columns
@@ -430,6 +501,10 @@ def _operations(model: Path, data: CalibrationText) -> dict[str, float]:
             count["gram"] += tokens * columns**2  # one triangle
             count["factor"] += 2 / 3 * columns**3  # Cholesky, and the inverse of a triangle
     return count
+
+
+def _linear(name: str) -> bool:
+    return block_of(name) is not None and name.removesuffix(".weight").rpartition(".")[2] in LINEARS
 
 
 def _floor(row: Row, figures: Figures, count: Mapping[str, float], speed: float) -> Figures | None:
@@ -447,12 +522,11 @@ def _floor(row: Row, figures: Figures, count: Mapping[str, float], speed: float)
     }
 
 
-def _record(bench: Bench, done: Mapping[str, Figures], options: argparse.Namespace) -> Figures:
+def _record(bench: Bench, done: Mapping[str, Figures]) -> Figures:
     """Everything that is known so far, in the order of the table."""
-    order = {row.name: number for number, row in enumerate(table((LLMC, GPTQMODEL, LLAMACPP)))}
+    order = {row.name: number for number, row in enumerate(table(PEERS))}
     rows = sorted(done.values(), key=lambda row: order.get(row["name"], len(order)))
     return {
-        "benchmark": "calibrated_quality",
         "date": datetime.now(UTC).date().isoformat(),
         "versions": {
             "python": platform.python_version(),
@@ -468,88 +542,8 @@ def _record(bench: Bench, done: Mapping[str, Figures], options: argparse.Namespa
         "rows": rows,
         "against": against(rows),
         "best": best(rows),
+        **({"note": bench.notes} if bench.notes else {}),
     }
-
-
-def against(rows: Sequence[Figures]) -> dict[str, Figures]:
-    """Ours through a peer's, the same method at the same bits: below 1 is better than the peer."""
-    good = {row["name"]: row for row in rows if "failed" not in row}
-    found: dict[str, Figures] = {}
-    for row in good.values():
-        ours = good.get(f"{row['kind']}-{row['method']}")
-        if row["by"] == OURS or ours is None:
-            continue
-        keys = ("kl", "seconds", "peak_resident_bytes", "bytes")
-        fair = ours.get("cold") or not ours["calibrated"]
-        found[row["name"]] = {key: round(ours[key] / row[key], 4) for key in keys if fair or key != "seconds"}
-        if row["served"] and ours["served"]:
-            found[row["name"]]["served_kl"] = round(ours["served"]["kl"] / row["served"]["kl"], 4)
-    return found
-
-
-def best(rows: Sequence[Figures]) -> dict[str, Figures]:
-    """For each kind, the least KL of ours and of the peers, and how they compare."""
-    found: dict[str, Figures] = {}
-    for kind in dict.fromkeys(row["kind"] for row in rows):
-        mine = _least(rows, kind, lambda row: row["by"] == OURS)
-        other = _least(rows, kind, lambda row: row["by"] != OURS)
-        if mine and other:
-            found[kind] = {
-                "ours": mine["name"],
-                "peer": other["name"],
-                "kl": round(mine["kl"] / other["kl"], 4),
-                "bytes": round(mine["bytes"] / other["bytes"], 4),
-            }
-    return found
-
-
-def _least(rows: Sequence[Figures], kind: str, which: Callable[[Figures], bool]) -> Figures | None:
-    good = [row for row in rows if row["kind"] == kind and "failed" not in row and which(row)]
-    return min(good, key=lambda row: row["kl"], default=None)
-
-
-def _line(row: Figures) -> str:
-    if "failed" in row:
-        return f"{row['name']:32} failed: {row['failed']}"
-    return f"{row['name']:32} KL {row['kl']:.4f} top1 {row['top1']:.3f} ppl {row['perplexity']:.2f} {row['seconds']} s"
-
-
-def markdown(record: Figures) -> str:
-    """The rows as a table, then the best of each kind."""
-    lines = [
-        "| row | MB | bits a weight | seconds | calibration | x floor | GiB resident | KL (95 %) | served KL "
-        "| same top 1 | perplexity | ours / it: KL, time |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [_cells(row, record["against"].get(row["name"])) for row in record["rows"]]
-    lines += ["", "| kind | best of ours | best peer | KL | bytes |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {kind} | {one['ours']} | {one['peer']} | {one['kl']:.2f} | {one['bytes']:.3f} |"
-        for kind, one in record["best"].items()
-    ]
-    return "\n".join(lines)
-
-
-def _cells(row: Figures, ratio: Figures | None) -> str:
-    if "failed" in row:
-        return f"| {row['name']} | failed: {row['failed'].replace('|', '/')} |" + " |" * 10
-    low, high = row["interval"]
-    calibration = row["parts"].get("calibration")
-    cells = [
-        row["name"],
-        f"{row['bytes'] / 1e6:.1f}",
-        f"{row['bits_per_weight']:.2f}",
-        f"{row['seconds']:.1f}",
-        "" if calibration is None else f"{calibration:.1f}",
-        f"{row['floor']['times']:.1f}" if row["floor"] else "",
-        f"{row['peak_resident_bytes'] / 2**30:.2f}",
-        f"{row['kl']:.4f} ({low:.4f} to {high:.4f})",
-        f"{row['served']['kl']:.4f}" if row["served"] else "",
-        f"{row['top1']:.3f}",
-        f"{row['perplexity']:.2f}",
-        ", ".join(f"{ratio[key]:.2f}" for key in ("kl", "seconds") if key in ratio) if ratio else "",
-    ]
-    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

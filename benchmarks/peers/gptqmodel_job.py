@@ -1,7 +1,9 @@
 """One artefact of GPTQModel, in its own environment: PYTHON gptqmodel_job.py JOB.json.
 
 The job gives model, out, windows (a JSON list of token lists), method (gptq, awq), bits, group and symmetric; the
-report gets the seconds of each part. Layers are not moved to the disk meanwhile; all else is the tool's own default.
+report gets the seconds of each part. Layers are not moved to the disk meanwhile; all else is the tool's own default. Of
+Gemma 3 it writes a `rope_theta` that is a table into `rope_parameters`, beside the entries of both kinds of layers:
+Quantry refuses to read that, and it is left out.
 """
 
 import json
@@ -29,6 +31,7 @@ def main(job: dict[str, Any]) -> None:
     found = model.quantize(rows, batch_size=1)
     made = time.perf_counter()
     model.save(job["out"])
+    _mend(Path(job["out"]) / "config.json")
     saved = time.perf_counter()
     rounding = _rounding(found)
     seconds = {"load": loaded - start, "quantize": made - loaded, "save": saved - made}
@@ -39,6 +42,14 @@ def main(job: dict[str, Any]) -> None:
         "versions": {name: version(name) for name in ("gptqmodel", "transformers", "torch")},
     }
     Path(job["report"]).write_text(json.dumps(report))
+
+
+def _mend(file: Path) -> None:
+    config = json.loads(file.read_text())
+    rotary = config.get("rope_parameters") or {}
+    if isinstance(rotary.get("rope_theta"), dict) and {"full_attention", "sliding_attention"} <= rotary.keys():
+        config["rope_parameters"] = {name: rotary[name] for name in ("full_attention", "sliding_attention")}
+        file.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _rounding(found: Any) -> float | None:

@@ -1,8 +1,8 @@
 """One artefact of llm-compressor, in its own environment: PYTHON llmcompressor_job.py JOB.json.
 
 The job gives model, out, windows (a JSON list of token lists), method (nearest, gptq, awq, awq+gptq, smoothquant,
-smoothquant+gptq), scheme (int, w8a8, fp8-dynamic, fp8-static), bits, group and symmetric; the report gets the seconds
-of each part. Everything else is the tool's own default.
+smoothquant+gptq), scheme (int, or a key of NAMED), bits, group and symmetric; the report gets the seconds of each part.
+Everything else is the tool's own default.
 """
 
 import json
@@ -21,7 +21,14 @@ from llmcompressor.modifiers.transform.awq import AWQModifier  # type: ignore[im
 from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier  # type: ignore[import-not-found]
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-NAMED = {"w8a8": "W8A8", "fp8-dynamic": "FP8_DYNAMIC", "fp8-static": "FP8"}
+NAMED = {
+    "w8a8": "W8A8",
+    "fp8-dynamic": "FP8_DYNAMIC",
+    "fp8-static": "FP8",
+    "nvfp4": "NVFP4A16",
+    "nvfp4-w4a4": "NVFP4",
+}
+STATIC = ("fp8-static", "nvfp4-w4a4")  # scales of the inputs are of the text
 KEPT = ["lm_head"]
 
 
@@ -33,7 +40,7 @@ def main(job: dict[str, Any]) -> None:
     loaded = time.perf_counter()
     rounding = _watch_rounding()
     windows = json.loads(Path(job["windows"]).read_text())
-    needs_text = job["method"] != "nearest" or job["scheme"] == "fp8-static"
+    needs_text = job["method"] != "nearest" or job["scheme"] in STATIC
     how = _text(windows) if needs_text else {}
     oneshot(model=model, recipe=_recipe(job), **how)
     made = time.perf_counter()
