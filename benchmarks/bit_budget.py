@@ -1,6 +1,7 @@
 """Where bits are spent: is the harm ranked as it happens, and what does `auto` lose at the size of other files?
 
-    python benchmarks/bit_budget.py MODEL --data CALIBRATION --text TEST [--samples 64 --length 512 --windows 8]
+    python benchmarks/bit_budget.py [NAME=]MODEL ... --data CALIBRATION --text TEST
+        [--samples 64 --length 512 --windows 8]
         [--only rank,gguf,folder,sizes] [--peers llamacpp=BIN_FOLDER] [--vllm PYTHON] [--work FOLDER]
         [--pairs 90 --rank-windows 4 --device cpu|cuda] [-o benchmarks/results/bit_budget.json [--resume]]
 
@@ -8,11 +9,13 @@ rank    the damage that `sensitivity` predicts from CALIBRATION against the KL o
         layer rounded, in float32 and over the whole vocabulary. Of all layers in three grids each, some are drawn; an
         embedding or a head outside the blocks is always among them. The rounding is the one that was predicted from,
         without a transform.
-gguf    llama.cpp's own Q4_K_M, Q3_K_M and Q2_K with its imatrix of the same text, and `auto` at the bytes of each file.
+gguf    llama.cpp's own Q4_K_M, Q3_K_M and Q2_K with its imatrix of the same text, the same with AWQ and GPTQ, and
+        `auto` at the bytes of each file of llama.cpp, with what it said that it would lose.
 folder  every W4A16 of groups of 64 in compressed-tensors, and `auto` at their bytes, served by vLLM where it is given.
 sizes   the demo model at eight budgets for each format: bytes asked for and bytes of the files.
 
-A part that has been measured stays in the file: --resume goes on with what is not there or has failed. Files are made,
+Every model has a column of its own in the file, by its name or that of its folder. A part that has been measured stays:
+--resume goes on with what is not there or has failed, also with another model and other texts. Files are made,
 measured and removed one after the other, as in calibrated_quality.py, where it is said how to get llama.cpp's tools.
 The rank needs only torch, transformers, numpy and gguf, so it may be run where there is a GPU and little else:
 PYTHONPATH=src python benchmarks/bit_budget.py MODEL --only rank --device cuda -o FILE.
@@ -59,6 +62,7 @@ from quantry.proof.text import load_text  # noqa: E402
 from quantry.proof.text import windows as cut  # noqa: E402
 from quantry.quantizing.recipe import preset  # noqa: E402
 from quantry.quantizing.slices import tensor_of, view  # noqa: E402
+from quantry.storage import SENSITIVITY_FILE  # noqa: E402
 from quantry.types import Activation  # noqa: E402
 
 if TYPE_CHECKING:  # it needs the packages of llama.cpp's peers, which a machine for the rank may lack
@@ -86,8 +90,22 @@ def main() -> None:
     options = _options()
     options.work = options.work.resolve()
     options.work.mkdir(parents=True, exist_ok=True)
-    os.environ["QUANTRY_CACHE"] = str(options.work / "store")
     results = Results(options.output, options.resume)
+    work = options.work
+    for name, model in options.models.items():
+        options.name, options.model, options.work = name, model, work / name
+        _column(options, results)
+    record = results.record()
+    print(markdown(record))
+    print(json.dumps(record))
+    if results.failed:
+        sys.exit(1)
+
+
+def _column(options: argparse.Namespace, results: "Results") -> None:
+    """All parts of one model."""
+    os.environ["QUANTRY_CACHE"] = str(options.work / "store")
+    results.model = options.name
     if "rank" in options.only:
         rank(options, results)
     if {"gguf", "folder"} & set(options.only):
@@ -98,16 +116,11 @@ def main() -> None:
             artefacts.folder()
     if "sizes" in options.only:
         sizes(options, results)
-    record = results.record()
-    print(markdown(record))
-    print(json.dumps(record))
-    if results.failed:
-        sys.exit(1)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model")
+    parser.add_argument("models", nargs="+", metavar="[NAME=]MODEL")
     parser.add_argument("--data", type=Path, help="text to calibrate on; for the rank the demo's if left out")
     parser.add_argument("--text", type=Path, help="text to measure on; for the rank the demo's if left out")
     for name, default in (
@@ -127,10 +140,16 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
     options.only = options.only.split(",")
+    options.models = dict(map(_named, options.models))
     options.peers = {name: _absolute(place) for name, _, place in (peer.partition("=") for peer in options.peers)}
     options.data, options.text, options.vllm = map(_absolute, (options.data, options.text, options.vllm))
     _check(options, parser)
     return options
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, sign, place = text.partition("=")
+    return (name, place) if sign else (Path(text).name, text)
 
 
 def _absolute(place: str | Path | None) -> Path | None:
@@ -155,25 +174,27 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
 
 
 class Results:
-    """All that has been measured, by part and name, written after every step."""
+    """All that has been measured, by model, part and name, written after every step; `model` is the one in hand."""
 
     def __init__(self, file: Path | None, resume: bool) -> None:
-        self._file = file
-        self._parts: dict[str, Figures] = {}
+        self._file, self.model = file, ""
+        self._models: dict[str, dict[str, Figures]] = {}
         if file and resume and file.exists():
-            self._parts = json.loads(file.read_text())["parts"]
+            self._models = {name: one["parts"] for name, one in json.loads(file.read_text())["models"].items()}
 
     def done(self, part: str, settings: Figures) -> dict[str, Figures]:
         """The rows of a part that are there, if they were measured with the same settings."""
-        found = self._parts.setdefault(part, {"settings": settings, "versions": {}, "rows": {}})
+        parts = self._models.setdefault(self.model, {})
+        found = parts.setdefault(part, {"settings": settings, "versions": {}, "rows": {}})
         if found["settings"] != settings:
             sys.exit(f"{self._file} has {part} of other settings: {found['settings']}, not {settings}")
         rows: dict[str, Figures] = found["rows"]
         return {name: row for name, row in rows.items() if "failed" not in row}
 
     def keep(self, part: str, name: str, row: Figures, versions: Mapping[str, Any] | None = None) -> None:
-        self._parts[part]["rows"][name] = row
-        self._parts[part]["versions"] |= {**_versions(), **(versions or {})}
+        here = self._models[self.model][part]
+        here["rows"][name] = row
+        here["versions"] |= {**_versions(), **(versions or {})}
         if self._file:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             partial_file = self._file.with_name(f"{self._file.name}.partial")
@@ -181,22 +202,27 @@ class Results:
             partial_file.replace(self._file)
 
     def record(self) -> Figures:
-        rows = {part: found["rows"] for part, found in self._parts.items()}
         return {
             "benchmark": "bit_budget",
             "date": datetime.now(UTC).date().isoformat(),
-            "summary": {
-                "rank": {name: _short(row) for name, row in rows.get("rank", {}).items() if "failed" not in row},
-                "gguf": beside_llamacpp(rows.get("gguf", {})),
-                "folder": beside_uniform(rows.get("folder", {})),
-                "sizes": _sizes_met(rows.get("sizes", {})),
-            },
-            "parts": self._parts,
+            "models": {name: {"summary": _summary(parts), "parts": parts} for name, parts in self._models.items()},
         }
 
     @property
     def failed(self) -> bool:
-        return any("failed" in row for part in self._parts.values() for row in part["rows"].values())
+        parts = [part for parts in self._models.values() for part in parts.values()]
+        return any("failed" in row for part in parts for row in part["rows"].values())
+
+
+def _summary(parts: Mapping[str, Figures]) -> Figures:
+    rows = {part: found["rows"] for part, found in parts.items()}
+    return {
+        "rank": {name: _short(row) for name, row in rows.get("rank", {}).items() if "failed" not in row},
+        "gguf": beside_llamacpp(rows.get("gguf", {})),
+        "gguf_plain": beside_uniform(rows.get("gguf", {})),
+        "folder": beside_uniform(rows.get("folder", {})),
+        "sizes": _sizes_met(rows.get("sizes", {})),
+    }
 
 
 def _versions() -> Figures:
@@ -230,7 +256,7 @@ def rank(options: argparse.Namespace, results: Results) -> None:
     text = load_text(options.text)
     windows = [window.tokens for window in cut(text, load_tokenizer(model), options.length, options.rank_windows)]
     settings = {
-        "model": model.name,
+        "model": options.name,
         "data": options.data.name if options.data else None,
         "samples": options.samples,
         "length": options.length,
@@ -488,6 +514,8 @@ class Artefacts:
         made = self._rows("gguf", {"served": "llama.cpp"})
         for kind in self._peers.GGUF:
             theirs = made(self._peers.Row(self._peers.LLAMACPP, kind, "imatrix"), None)
+            plain = {"preset": f"gguf-{kind.lower()}", "rounder": "gptq", "transform": "awq"}
+            made(self._peers.Row(self._peers.OURS, kind, "awq+gptq", plain), None)
             made(self._auto(kind, theirs, "gguf"), theirs.get("bytes"))
 
     def folder(self) -> None:
@@ -509,7 +537,7 @@ class Artefacts:
         return row
 
     def _rows(self, part: str, more: Figures) -> Callable[["Row", int | None], Figures]:
-        done = self._results.done(part, {**self._bench.settings, **more})
+        done = self._results.done(part, {**self._bench.settings, "model": self._options.name, **more})
 
         def made(row: "Row", asked: int | None) -> Figures:
             if row.name not in done:
@@ -530,7 +558,7 @@ class Artefacts:
             shutil.rmtree(place, ignore_errors=True)
         make = self._bench._make_llamacpp if row.by == self._peers.LLAMACPP else self._bench._make_ours
         try:
-            figures = {**about, **make(row, out), **held(out, asked), **self._measured(out, part)}
+            figures = {**about, **make(row, out), **held(out, asked), **_told(out), **self._measured(out, part)}
         except (self._peers.FailedError, QuantryError) as error:
             return {**about, "failed": str(error)}
         shutil.rmtree(out)
@@ -549,6 +577,13 @@ class Artefacts:
             "engine": f"{served['engine']} {served['version']}" if served else None,
             "served": {name: served[name] for name in FIGURES} if served else None,
         }
+
+
+def _told(out: Path) -> Figures:
+    """What a mixture says that it was measured to lose, and what else was measured for it."""
+    file = out / SENSITIVITY_FILE
+    measured = json.loads(file.read_text())["measured"] if file.exists() else None
+    return {"predicted": measured["kl"], "tried": measured} if measured else {}
 
 
 def held(out: Path, asked: int | None) -> Figures:
@@ -599,6 +634,7 @@ def _ratio(ours: Figures, theirs: Figures) -> Figures:
         "served_kl": round(ours["served"]["kl"] / theirs["served"]["kl"], 4) if served else None,
         "bytes": round(ours["bytes"] / theirs["bytes"], 6),
         "met": ours["met"],
+        **({"measured_over_predicted": round(ours["kl"] / ours["predicted"], 4)} if "predicted" in ours else {}),
     }
 
 
@@ -660,8 +696,12 @@ def _line(name: str, row: Figures) -> str:
 
 
 def markdown(record: Figures) -> str:
-    """What was asked and found, as tables."""
-    summary, lines = record["summary"], []
+    """What was asked and found, as tables, model by model."""
+    return "\n\n".join(f"## {name}\n\n{_tables(one['summary'])}" for name, one in record["models"].items())
+
+
+def _tables(summary: Figures) -> str:
+    lines = []
     if summary["rank"]:
         lines += [
             "| format, grid | pairs | rank correlation | of logs | measured / predicted: 5, 50, 95 % |",
@@ -669,12 +709,13 @@ def markdown(record: Figures) -> str:
         ]
         for form, row in summary["rank"].items():
             lines += [_cells(form, row), *(_cells(f"{form}, {grid}", one) for grid, one in row["grids"].items())]
-    for part in ("gguf", "folder"):
+    for part in ("gguf", "gguf_plain", "folder"):
         if summary[part]:
-            lines += ["", f"| {part} | against | KL | KL as served | bytes | met |", "|---|---|---|---|---|---|"]
+            head = f"| {part} | against | KL | KL as served | bytes | met | measured / predicted |"
+            lines += ["", head, "|---|---|---|---|---|---|---|"]
             lines += [
                 f"| {kind} | {one.get('best', 'llama.cpp')} | {one['kl']} | {one['served_kl']} | {one['bytes']} "
-                f"| {one['met']} |"
+                f"| {one['met']} | {one.get('measured_over_predicted')} |"
                 for kind, one in summary[part].items()
             ]
     if summary["sizes"]:

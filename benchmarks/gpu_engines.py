@@ -21,8 +21,8 @@ from quantry.errors import QuantryError  # noqa: E402
 from quantry.proof.measure import Measurements, Part, decode  # noqa: E402
 from quantry.proof.reference import Reference, reference  # noqa: E402
 from quantry.proof.served.engines import scoring_engine  # noqa: E402
-from quantry.proof.sources import open_source, tokenizer  # noqa: E402
 from quantry.proof.text import default_text, windows  # noqa: E402
+from quantry.quantizing.sources import open_source, tokenizer  # noqa: E402
 
 CASES = [
     ("bf16", "safetensors", None), ("w4a16", "compressed-tensors", 128), ("w4a16-asym", "compressed-tensors", 64),

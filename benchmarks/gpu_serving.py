@@ -34,8 +34,8 @@ from measure import keep  # noqa: E402
 from quantry.errors import QuantryError  # noqa: E402
 from quantry.proof.measure import Measurements, Part, decode  # noqa: E402
 from quantry.proof.reference import Reference, reference  # noqa: E402
-from quantry.proof.sources import open_source, tokenizer  # noqa: E402
 from quantry.proof.text import load_text, windows  # noqa: E402
+from quantry.quantizing.sources import open_source, tokenizer  # noqa: E402
 from quantry.serving.process import Running  # noqa: E402
 from shapes import write  # noqa: E402
 

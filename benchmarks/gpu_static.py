@@ -22,8 +22,8 @@ import quantry  # noqa: E402
 from gpu_engines import AT_A_TIME, score  # noqa: E402
 from measure import keep  # noqa: E402
 from quantry.proof.reference import reference  # noqa: E402
-from quantry.proof.sources import open_source, tokenizer  # noqa: E402
 from quantry.proof.text import default_text, windows  # noqa: E402
+from quantry.quantizing.sources import open_source, tokenizer  # noqa: E402
 
 TEXT: dict[str, Any] = {"samples": 64, "length": 256}
 CASES: dict[str, dict[str, Any]] = {

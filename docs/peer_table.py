@@ -18,6 +18,8 @@ calibration from nothing. Files: [calibrated_quality](benchmarks/results/calibra
 measured](docs/explanation/measurements.md)."""
 OLLAMA = "| Ollama: not measured, it could not be installed there | | | | | | |"
 
+REFERENCE = "SmolLM2-135M"  # the model of all figures here
+
 
 def peer_table() -> str:
     """Returns the table with its note."""
@@ -34,7 +36,7 @@ def _quality(name: str) -> dict[str, Any]:
 
 def _auto(part: str, kind: str) -> float:
     """Returns the KL of preset auto within the bytes of a kind."""
-    value: float = result("bit_budget")["parts"][part]["rows"][f"{kind}-auto"]["kl"]
+    value: float = result("bit_budget")["models"][REFERENCE]["parts"][part]["rows"][f"{kind}-auto"]["kl"]
     return value
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from quantry.blockwise.walk import run
 from quantry.models.tokenizer import load_tokenizer
-from quantry.proof.sources import open_source
 from quantry.quantizing.calibration.text import load
+from quantry.quantizing.sources import open_source
 
 
 def windows(source: Path, **how: Any) -> tuple[tuple[int, ...], ...]:

@@ -19,7 +19,7 @@ from plain_models import LENGTHS, loaded, logits, plain_int8, quantizing_experts
 from quantry.blockwise import walk
 from quantry.blockwise.taps import LinearInputs
 from quantry.errors import CheckpointError, ConfigError, QuantryError, WeightError
-from quantry.proof.sources import open_source
+from quantry.quantizing.sources import open_source
 from quantry.types import Activation, Grid
 from shared import TinyModel
 from tiny_models import ARCHITECTURES, SMALL, draw

@@ -58,8 +58,8 @@ def test_flags_are_frozen() -> None:
         ],
         "presets": ["--json"],
         "quantize": [
-            "--budget", "--data", "--device", "--dry-run", "--format", "--gpu", "--group", "--imatrix", "--input-scales", "--json",
-            "--keep-odd", "--kv", "--length", "--low-memory", "--output", "--overwrite", "--plan", "--preset", "--recipe", "--report",
+            "--budget", "--data", "--device", "--distil", "--distil-steps", "--dry-run", "--format", "--gpu", "--group", "--imatrix",
+            "--input-scales", "--json", "--keep-odd", "--kv", "--length", "--low-memory", "--output", "--overwrite", "--plan", "--preset", "--recipe", "--report",
             "--rounder", "--samples", "--sequential", "--transform", "-o", "model",
         ],
         "run": [

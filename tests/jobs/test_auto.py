@@ -16,9 +16,10 @@ from demo_artefacts import AUTO_FORMATS, AUTO_TEXT, measured_demo
 from depth import FAMILIES, cases, rounds, sampled
 from divergences import divergence, logits, windows
 from quantry.errors import QuantryError, RecipeError
-from quantry.jobs.auto import mixture
+from quantry.jobs.auto import mixer as mixer_module
+from quantry.jobs.auto import mixture as mixture_module
 from quantry.jobs.auto.damage import DamageMeter
-from quantry.jobs.auto.mixture import AutoOptions, Mixer
+from quantry.jobs.auto.mixer import AutoOptions, Mixer
 from quantry.jobs.auto.sensitivity import Method, Sensitivity, unmeasured
 from quantry.jobs.auto.solver import ItemOption, Solution, solve
 from quantry.models.anatomy import sixteen_bit
@@ -107,7 +108,7 @@ def test_any_size_is_met(form: str, count: int, monkeypatch: pytest.MonkeyPatch)
         zeros = sum(isinstance(piece, FusedLayers) and not piece.grid.symmetric for piece in pieces)
         return file_bytes(container, pieces) + 1000 * zeros  # names of layers may be long
 
-    monkeypatch.setattr(mixture, "file_bytes", longer)
+    monkeypatch.setattr(mixer_module, "file_bytes", longer)
     for _ in range(rounds(count)):
         asked = draw.randrange(5_400_000, 8_000_000)
         recipe, _ = mixer.solve(Budget(asked, "some size", files=True))
@@ -310,12 +311,12 @@ def test_bad_input_is_one_line_and_leaves_nothing(words: str, tmp_path: Path) ->
 
 
 def test_room_for_all_in_16_bit_is_said_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixture, "measure", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(mixture_module, "measure_opened", lambda *_, **__: pytest.fail("measured"))
     with pytest.raises(RecipeError, match="room for all of the model in 16 bit"):
         quantry.quantize("demo", "never", preset="auto", budget="fits RTX 3060 12GB at 512")
 
 
 def test_a_budget_between_two_sizes_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixture, "measure", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(mixture_module, "measure_opened", lambda *_, **__: pytest.fail("measured"))
     with pytest.raises(RecipeError, match="ask for a size between them"):
         quantry.quantize("demo", "never", preset="auto", budget="2bpw")

@@ -30,11 +30,11 @@ from quantry.models.reader import open_checkpoint
 from quantry.numerics.activations import Static, simulate
 from quantry.numerics.grids import dequantize
 from quantry.numerics.static import METHODS, SHRINKING, cache_scale, input_scale, percentile, squared_error
-from quantry.proof.sources import open_source
 from quantry.quantizing.calibration.observe import ObservedBlock, collect
 from quantry.quantizing.calibration.statistics import BINS, Heads, merge
 from quantry.quantizing.quantized_model import QuantizedModel
 from quantry.quantizing.recipe import presets
+from quantry.quantizing.sources import open_source
 from quantry.types import Activation, Grid, QTensor, Scheme, Stats, TensorInfo
 from shared import TinyModel
 

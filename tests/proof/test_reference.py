@@ -19,8 +19,8 @@ from quantry.models.reader import demo_folder
 from quantry.proof import reference as module
 from quantry.proof.divergence import Array, TopK
 from quantry.proof.reference import Reference, StandIn, cache_folder, fingerprint, reference, shortfall
-from quantry.proof.sources import open_source, tokenizer
 from quantry.proof.text import Window, default_text, windows
+from quantry.quantizing.sources import open_source, tokenizer
 from quantry.storage.holding import unused
 from tiny_models import write_model
 

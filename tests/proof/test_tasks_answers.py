@@ -14,8 +14,8 @@ from quantry.blockwise import walk
 from quantry.errors import QuantryError, WeightError
 from quantry.llamacpp.model import LlamaModel
 from quantry.models.reader import demo_folder
-from quantry.proof.sources import open_source
 from quantry.proof.tasks.answers import Answers, LlamaAnswers, Pair, TorchAnswers
+from quantry.quantizing.sources import open_source
 from tiny_models import write_model
 
 TEXT = "Once upon a time, there was a little girl named Lily who lived in a small village near the forest."

@@ -18,8 +18,8 @@ import quantry
 from demo_artefacts import DATA_FREE, quantized_demo
 from depth import cases
 from quantry.models.reader import demo_folder
-from quantry.proof.sources import open_source
 from quantry.proof.tensor_errors import TensorError, errors, suspects
+from quantry.quantizing.sources import open_source
 from quantry.types import Grid, Scheme
 from shared import shared
 from tiny_models import write_model

@@ -32,10 +32,10 @@ from quantry.models.smoothing import smoothing
 from quantry.models.tokenizer import load_tokenizer
 from quantry.models.weights import PlainWeights
 from quantry.numerics.grids import dequantize
-from quantry.proof.sources import open_source
 from quantry.quantizing.calibration import calibrator as calibrated
 from quantry.quantizing.calibration.text import CalibrationText, load
 from quantry.quantizing.recipe import build, presets
+from quantry.quantizing.sources import open_source
 from quantry.quantizing.tensor_plan import by_block, plan_folder
 from quantry.types import Grid, QTensor, Scheme, Stats
 from shared import TinyModel, shared

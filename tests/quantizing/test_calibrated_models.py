@@ -19,8 +19,8 @@ from quantry.models.reader import open_checkpoint
 from quantry.models.tokenizer import load_tokenizer
 from quantry.models.weights import PlainWeights
 from quantry.numerics import ggml
-from quantry.proof.sources import open_source
 from quantry.quantizing.calibration.text import load
+from quantry.quantizing.sources import open_source
 from tiny_models import ARCHITECTURES, write_model
 
 pytestmark = pytest.mark.usefixtures("exact_store")

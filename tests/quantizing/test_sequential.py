@@ -23,11 +23,11 @@ from quantry.models.parts import decoder_block
 from quantry.models.reader import open_checkpoint
 from quantry.models.weights import PlainWeights
 from quantry.numerics.activations import simulate
-from quantry.proof.sources import open_source
 from quantry.quantizing.calibration import calibrator, resumable_walk
 from quantry.quantizing.calibration.block_inputs import StoredBlock
 from quantry.quantizing.calibration.distillation import distil
 from quantry.quantizing.calibration.observe import collect
+from quantry.quantizing.sources import open_source
 from quantry.types import Activation, Stats
 from stacked_experts import stacked
 from tiny_models import write_model

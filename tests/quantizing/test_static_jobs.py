@@ -20,10 +20,10 @@ from quantry.blockwise.walk import run
 from quantry.errors import QuantryError
 from quantry.models.reader import demo_folder
 from quantry.models.tokenizer import load_tokenizer
-from quantry.proof.sources import open_source
 from quantry.quantizing.calibration.text import load
 from quantry.quantizing.quantized_model import QuantizedModel
 from quantry.quantizing.recipe import presets
+from quantry.quantizing.sources import open_source
 from tiny_models import write_model
 
 pytestmark = pytest.mark.usefixtures("exact_store")

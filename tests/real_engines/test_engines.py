@@ -26,10 +26,11 @@ from quantry.jobs.auto.sensitivity import Method, unmeasured
 from quantry.jobs.auto.solver import limits
 from quantry.models.anatomy import sixteen_bit
 from quantry.models.reader import open_checkpoint
-from quantry.proof import divergence, sources
+from quantry.proof import divergence
 from quantry.proof.served.contract import Served
 from quantry.proof.served.engines import scoring_engine
 from quantry.proof.text import Window
+from quantry.quantizing import sources
 from quantry.quantizing.recipe import presets
 from real_engines.environment import ensure, reference
 

@@ -36,7 +36,7 @@ from quantry.engines.contract.adapter import adapter
 from quantry.engines.contract.options import Options, Serving
 from quantry.errors import QuantryError
 from quantry.models.reader import local_folder
-from quantry.proof import sources
+from quantry.quantizing import sources
 from quantry.serving import onnx_server, process
 from quantry.serving.onnx_server.handler import BODY
 from quantry.serving.onnx_server.model import PREFILL, StopFilter, TurnQueue

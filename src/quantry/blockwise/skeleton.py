@@ -74,7 +74,8 @@ class BlockCall:
 class Skeleton:
     """A transformers model whose weights come and go.
 
-    `makes` maps each tensor of the checkpoint to the model's parameters it goes into, in the order of loading.
+    `makes` maps each tensor of the checkpoint to the model's parameters it goes into, in the order of loading; `tied`
+    maps weights that the checkpoint leaves out to those they are tied to.
     Raises ConfigError if transformers cannot build the model, CheckpointError if tensors do not match its parameters.
     """
 
@@ -86,7 +87,7 @@ class Skeleton:
         self.rows = int(self.model.get_input_embeddings().weight.shape[0])
         self._mapping: list[Any] = get_model_conversion_mapping(self.model)
         self.makes = self._targets()
-        self._tied = self._ties()
+        self.tied = self._ties()
         self._check_names()
         blocks = self.inside(self.stack)
         outside = frozenset(key for key in self.keys - blocks if part_of(key, len(self.layers)) not in UNUSED)
@@ -109,13 +110,17 @@ class Skeleton:
         """Returns the keys of a module's weights."""
         return frozenset(key for key in self.keys if key.startswith(f"{module}."))
 
+    def sources(self, keys: Iterable[str]) -> list[str]:
+        """Returns the tensors of the checkpoint that weights come from, in the order of loading."""
+        wanted = {self.tied.get(key, key) for key in keys}
+        return [name for name, made in self.makes.items() if wanted.intersection(made)]
+
     def load(self, keys: Iterable[str], instead: Mapping[str, Tensor] | None = None) -> None:
         """Puts weights in place; tensors in `instead` replace those of the source.
 
         Raises CheckpointError if a shape differs from the config's, or a conversion of transformers fails.
         """
-        wanted = {self._tied.get(key, key) for key in keys}
-        names = [name for name, made in self.makes.items() if wanted.intersection(made)]
+        names = self.sources(keys)
         settings = LoadStateDictConfig(
             device_map={"": self.device},
             dtype=self.dtype,
@@ -134,12 +139,12 @@ class Skeleton:
             reason = str(problem).strip().splitlines()[-1][:200]
             raise CheckpointError(f"transformers cannot convert {key}: {reason}", fix=AGAIN)
         for key in keys:
-            if key in self._tied:
-                self._set(key, self.model.get_parameter_or_buffer(self._tied[key]))
+            if key in self.tied:
+                self._set(key, self.model.get_parameter_or_buffer(self.tied[key]))
 
     def free(self, keys: Iterable[str]) -> None:
         """Frees the memory of weights."""
-        for key in {*keys, *(self._tied[key] for key in keys if key in self._tied)}:
+        for key in {*keys, *(self.tied[key] for key in keys if key in self.tied)}:
             weight = self.model.get_parameter_or_buffer(key)
             empty = torch.empty_like(weight, device="meta")
             self._set(key, nn.Parameter(empty, False) if isinstance(weight, nn.Parameter) else empty)
@@ -232,7 +237,7 @@ class Skeleton:
     def _check_names(self) -> None:
         """Raises CheckpointError if tensors and parameters do not match, except where transformers allows it."""
         stored = {key for made in self.makes.values() for key in made}
-        keys = SimpleNamespace(missing_keys=self.keys - stored - self._tied.keys(), unexpected_keys=stored - self.keys)
+        keys = SimpleNamespace(missing_keys=self.keys - stored - self.tied.keys(), unexpected_keys=stored - self.keys)
         self.model._adjust_missing_and_unexpected_keys(keys)
         family = type(self.model).__name__
         if keys.missing_keys:

@@ -46,6 +46,10 @@ Sequential = Annotated[
     bool | None,
     typer.Option("--sequential/--no-sequential", help="Calibrate each block on the outputs of the quantized ones."),
 ]
+Distil = Annotated[
+    bool, typer.Option("--distil", help="Then train the scales against the 16-bit model; it holds both in memory.")
+]
+DistilSteps = Annotated[int | None, typer.Option(help="Steps of that training: 1 or more, 200 if left out.")]
 LowMemory = Annotated[
     bool, typer.Option("--low-memory", help="Keep less of a calibration on the GPU, which takes longer.")
 ]
@@ -71,6 +75,8 @@ def command(
     samples: flags.Samples = None,
     length: flags.SampleLength = None,
     sequential: Sequential = None,
+    distil: Distil = False,
+    distil_steps: DistilSteps = None,
     low_memory: LowMemory = False,
     keep_odd: KeepOdd = False,
     overwrite: flags.Overwrite = False,
@@ -103,8 +109,9 @@ def command(
         artefact = quantize(
             model, output, preset=preset, recipe=recipe, plan=plan, format=format, group=group, budget=budget, gpu=gpu,
             rounder=rounder, transform=transform, imatrix=imatrix, input_scales=input_scales, kv=kv, data=data,
-            samples=samples, length=length, sequential=sequential, low_memory=low_memory, keep_odd=keep_odd,
-            overwrite=overwrite, dry_run=dry_run, device=device, announce=None if json else tell, progress=progress,
+            samples=samples, length=length, sequential=sequential, distil=distil, distil_steps=distil_steps,
+            low_memory=low_memory, keep_odd=keep_odd, overwrite=overwrite, dry_run=dry_run, device=device,
+            announce=None if json else tell, progress=progress,
         )  # fmt: skip
     page = write_report(output, missing=FINISHED in artefact.notes) if report and not dry_run else None
     new = tuple(note for note in artefact.notes if note not in announced)

@@ -35,10 +35,13 @@ from quantry.types import Artefact, Checkpoint, Progress
 if TYPE_CHECKING:
     from quantry.jobs.auto.mixture import Mixture
     from quantry.quantizing.calibration.calibrator import Calibrator
+    from quantry.quantizing.distil.tuning import Distillation
 
 REPORT_BYTES = 2 << 20  # of report.html and report.png, which grow with the layers
 SEQUENTIAL = False  # calibrate each block on the output of quantized ones by default; it gained nothing for AWQ + GPTQ
-CHOOSING, MEASURING = 3, 3  # the work of preset auto and of an importance matrix, against that of writing
+CHOOSING, MEASURING = 4, 3  # the work of preset auto and of an importance matrix, against that of writing
+DISTILLING = 5
+DISTIL_STEPS = 200
 NOT_CALIBRATED = "leave it out, use a calibrated preset, or --rounder gptq"
 
 
@@ -62,6 +65,8 @@ def quantize(
     samples: int | None = None,
     length: int | None = None,
     sequential: bool | None = None,
+    distil: bool = False,
+    distil_steps: int | None = None,
     low_memory: bool = False,
     keep_odd: bool = False,
     dry_run: bool = False,
@@ -75,8 +80,9 @@ def quantize(
 
     Exactly one of `preset`, `recipe` and `plan` (files) says what to do; docs/reference/quantize.md explains the rest.
     Preset "auto" chooses for each tensor, so that the least is lost within a `budget`: "4.5bpw", "6GiB", "105453920B"
-    or "fits RTX 3060 at 8k"; with `gpu`, a name of the catalogue or "cpu", from what its engine loads there. An output
-    that the same job has finished is returned as it is; `overwrite` replaces an artefact.
+    or "fits RTX 3060 at 8k"; with `gpu`, a name of the catalogue or "cpu", from what its engine loads there. `distil`
+    trains the scales of the whole model against the 16-bit one. An output that the same job has finished is returned as
+    it is; `overwrite` replaces an artefact.
 
     Raises RecipeError for options that cannot be carried out, CheckpointError and WeightError for a model that cannot
     be read, OutputError for an output that cannot be written.
@@ -92,7 +98,8 @@ def quantize(
     options = JobOptions(computing(device), text, keep_odd, overwrite=overwrite)
     shown = stages(progress, {"choosing": CHOOSING if preset == AUTO else 0, "writing": 1})
     chosen, options = (_mixture if preset == AUTO else _recipe)(model, settings, options, shown["choosing"])
-    job = QuantizeJob(model, out, _in_sequence(chosen, sequential), options)
+    chosen = _distilled(_in_sequence(chosen, sequential), distil, distil_steps)
+    job = QuantizeJob(model, out, chosen, options)
     if not overwrite and (out / ARTEFACT_FILE).is_file():
         return job.finished()
     if announce:
@@ -162,7 +169,8 @@ class QuantizeJob:
         reader = WeightReader(checkpoint, MappedWeights(folder), options.device)
         recipe, target, plan = self._recipe, self._target, self._plan
         measures_first = self._calibrator is not None and recipe.imatrix == AUTO
-        shown = stages(progress, {"text": MEASURING if measures_first else 0, "weights": 1})
+        distilling = DISTILLING if recipe.distil else 0
+        shown = stages(progress, {"text": MEASURING if measures_first else 0, "weights": 1, "scales": distilling})
         both = _Progress(shown["weights"])
         walked = named(shown["text"], "calibrating") if measures_first else both.blocks
         calibration = self._calibrator.start(folder, reader.whole, walked) if self._calibrator else None
@@ -178,7 +186,17 @@ class QuantizeJob:
             identity(open_checkpoint(folder)), options.device.type, self._extra_files(), options.overwrite,
         )  # fmt: skip
         needs_blocks = recipe.needs_statistics or recipe.distilled or recipe.cache is not None
-        return write(job, target.maker(reader), calibration if needs_blocks else None, both.bytes)
+        blocks, tuning = calibration if needs_blocks else None, self._tuning(folder, shown["scales"])
+        return write(job, target.maker(reader), blocks, both.bytes, tuning)
+
+    def _tuning(self, folder: Path, progress: Progress | None) -> "Distillation | None":
+        """Returns what trains the scales of the finished shards, if that is asked for."""
+        steps, calibrator, options = self._recipe.distil, self._calibrator, self._options
+        if steps is None or calibrator is None:
+            return None
+        from quantry.quantizing.distil.tuning import Distillation  # imports transformers
+
+        return Distillation(self._checkpoint, folder, calibrator.text, options.device, steps, progress)
 
     def _prepared_calibration(self, recipe: Recipe) -> "Calibrator | None":
         """Loads the text of a calibrated job; others load no model and refuse the options of calibration."""
@@ -186,6 +204,10 @@ class QuantizeJob:
         if recipe.calibrated:
             from quantry.quantizing.calibration.calibrator import prepare_calibration  # imports transformers
 
+            if recipe.distil:
+                from quantry.quantizing.distil.tuning import check_distillation  # imports transformers
+
+                check_distillation(self._target.plan, sixteen_bit(self._checkpoint).parameters, options.device)
             return prepare_calibration(self._checkpoint, recipe, self._target.plan, options.device, options.text)
         if flags:
             raise RecipeError(f"{flags[0]} has no use: {recipe.preset.name} is not calibrated", fix=NOT_CALIBRATED)
@@ -193,7 +215,7 @@ class QuantizeJob:
 
     def _notes(self) -> list[str]:
         mixture = self._options.mixture
-        predicted = [f"The predicted divergence is {mixture.damage:.3g} nats a token."] if mixture else []
+        predicted = mixture.notes if mixture else ()
         calibrated = self._calibrator.notes if self._calibrator else ()
         return [*self._options.notes, *predicted, *calibrated, *_cache_notes(self._recipe), *lacks(self._checkpoint)]
 
@@ -233,15 +255,14 @@ def _checked_output(output: str | Path, overwrite: bool) -> Path:
 def _mixture(
     model: str | Path, settings: Mapping[str, Any], options: JobOptions, progress: Progress | None
 ) -> tuple[Recipe, JobOptions]:
-    from quantry.jobs.auto.mixture import AutoOptions, choose_mixture
+    from quantry.jobs.auto.mixer import AutoOptions
+    from quantry.jobs.auto.mixture import choose_mixture
 
     unused = ("recipe", "plan", "group", "imatrix", "input_scales")
     _refuse(settings, unused, "with preset auto, which chooses for each tensor", "leave it out")
     used = ("budget", "format", "rounder", "transform", "kv", "gpu")
     auto = AutoOptions(**{key: settings[key] for key in used if settings[key] is not None})
-
-    measuring = named(progress, "looking where bits matter")
-    mixture = choose_mixture(model, auto, options.text, options.device, measuring)
+    mixture = choose_mixture(model, auto, options.text, options.device, progress)
     return mixture.recipe, replace(options, keep_odd=True, mixture=mixture)
 
 
@@ -326,6 +347,17 @@ def _in_sequence(recipe: Recipe, sequential: bool | None) -> Recipe:
     if sequential and reason:
         raise RecipeError(f"--sequential has no use: {reason}", fix="leave it out")
     return replace(recipe, sequential=SEQUENTIAL and reason is None if sequential is None else sequential)
+
+
+def _distilled(recipe: Recipe, distil: bool, steps: int | None) -> Recipe:
+    """Sets in how many steps the scales are trained. Raises RecipeError for steps without training, or too few."""
+    if not distil:
+        if steps is not None:
+            raise RecipeError("--distil-steps has no use without --distil", fix="add it, or leave this out")
+        return recipe
+    if steps is not None and steps < 1:
+        raise RecipeError(f"{steps} steps train nothing", fix="give --distil-steps of 1 or more")
+    return replace(recipe, distil=DISTIL_STEPS if steps is None else steps)
 
 
 def _cache_notes(recipe: Recipe) -> tuple[str, ...]:

@@ -21,8 +21,8 @@ from quantry.models.chat_template import TemplateLimitError, TemplateRefusalErro
 from quantry.models.reader import DEMO, demo_folder
 from quantry.models.tokenizer import render_chat, template_of
 from quantry.models.workspace import check_finished
-from quantry.proof.sources import ModelSource, open_source, tokenizer
 from quantry.quantizing.artefact_file import read_artefact_file
+from quantry.quantizing.sources import ModelSource, open_source, tokenizer
 from quantry.storage import ARTEFACT_FILE
 from quantry.storage.reading import read_json
 

@@ -12,10 +12,10 @@ from quantry.models.anatomy import dissect
 from quantry.proof import divergence, tensor_errors
 from quantry.proof.divergence import Scores, TopK
 from quantry.proof.reference import HEAD_COST
-from quantry.proof.sources import ModelSource, open_source, tokenizer
 from quantry.proof.text import Window, fitting_length, load_text
 from quantry.proof.text import windows as cut
 from quantry.quantizing.origin import origin_of
+from quantry.quantizing.sources import ModelSource, open_source, tokenizer
 from quantry.report.stages import named, stages
 from quantry.types import Difference, Progress
 

@@ -14,7 +14,7 @@ from quantry.proof.divergence import Array, Divergence, Scores, TopK
 from quantry.proof.reference import HEAD_COST, Reference, shortfall
 from quantry.proof.served.contract import Served
 from quantry.proof.served.engines import scoring_engine
-from quantry.proof.sources import ModelSource
+from quantry.quantizing.sources import ModelSource
 from quantry.report.stages import stages
 from quantry.types import Progress
 

@@ -38,7 +38,6 @@ from quantry.proof.reference import Reference
 from quantry.proof.reference import reference as make_reference
 from quantry.proof.served.contract import Served
 from quantry.proof.served.engines import scoring_engine
-from quantry.proof.sources import ModelSource, open_source, tokenizer
 from quantry.proof.tasks.judge import JudgeEndpoint
 from quantry.proof.tensor_errors import TensorError
 from quantry.proof.text import TextFile, Window, fitting_length, load_text
@@ -46,6 +45,7 @@ from quantry.proof.text import windows as cut
 from quantry.proof.unchanged import unchanged
 from quantry.quantizing.artefact_file import read_artefact_file
 from quantry.quantizing.recipe_file import from_card
+from quantry.quantizing.sources import ModelSource, open_source, tokenizer
 from quantry.report.sizes import counted
 from quantry.report.stages import named, of_all, stages
 from quantry.storage import ARTEFACT_FILE

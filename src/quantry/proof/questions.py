@@ -18,13 +18,13 @@ from quantry.llamacpp.trial import check_loads
 from quantry.proof.served.contract import ScoringEngine
 from quantry.proof.served.engines import scoring_engine
 from quantry.proof.served.llama_cpp import gguf_file
-from quantry.proof.sources import ModelSource, tokenizer
 from quantry.proof.tasks import harness, prompts
 from quantry.proof.tasks.answers import CONTEXT, Answers, LlamaAnswers, Prompts, TorchAnswers
 from quantry.proof.tasks.harness import TaskResult
 from quantry.proof.tasks.judge import JudgeEndpoint, judge
 from quantry.proof.tasks.prompts import MAX_TOKENS, Prompt, tokens_of
 from quantry.proof.text import Window
+from quantry.quantizing.sources import ModelSource, tokenizer
 from quantry.storage.reading import read_json
 from quantry.types import Progress
 

@@ -39,8 +39,8 @@ from quantry.models.writer import Entry, ShardWriter, safetensors_header
 from quantry.numerics.grids import dequantize
 from quantry.proof import divergence
 from quantry.proof.divergence import Array, TopK, all_ids, full_kl, kl, scores_at
-from quantry.proof.sources import ModelSource, open_source
 from quantry.proof.text import Window
+from quantry.quantizing.sources import ModelSource, open_source
 from quantry.report.stages import stages
 from quantry.storage import VARIABLE, home, write_atomically
 from quantry.storage.holding import Holder, hold

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantry import __version__
 from quantry.errors import QuantryError
-from quantry.models.workspace import Workspace, workspace
+from quantry.models.workspace import Finished, Workspace, workspace
 from quantry.quantizing import card
 from quantry.quantizing.calibration.block_inputs import BlockInputs, NoCalibration
 from quantry.quantizing.origin import remember
@@ -39,6 +39,14 @@ class Maker(Protocol):
     def make(self, piece: Piece, known: BlockInputs) -> Iterable[tuple[str, Tensor]]: ...
 
     def release(self, piece: Piece) -> None: ...
+
+    def notes(self) -> tuple[str, ...]: ...
+
+
+class Tuning(Protocol):
+    """Changes tensors of finished shards in their places."""
+
+    def tune(self, work: Workspace, files: Mapping[str, Finished]) -> dict[str, Finished]: ...
 
     def notes(self) -> tuple[str, ...]: ...
 
@@ -78,11 +86,12 @@ def write(
     maker: Maker,
     calibration: "BlockCalibration | None" = None,
     progress: Progress | None = None,
+    tuning: Tuning | None = None,
 ) -> Artefact:
     """Makes and stores every tensor of the plan, then the files beside them, and gives the folder its final name.
 
-    `progress` counts bytes; those of calibrated blocks count for more. Raises OutputError if the folder cannot be
-    written; what is stored so far is kept.
+    `progress` counts bytes; those of calibrated blocks count for more. `tuning` works on the whole model before it gets
+    its name. Raises OutputError if the folder cannot be written; what is stored so far is kept.
     """
     known_blocks = calibration or NoCalibration()
     with workspace(Path(job.planned.path), job.identity(), overwrite=job.overwrite) as work:
@@ -99,7 +108,11 @@ def write(
                         maker.release(piece)
                     work_done.add(piece)
                 known_blocks.leave(block.index)
-        return _finish(work, job, writer, (*job.planned.notes, *maker.notes(), *known_blocks.notes()))
+        for name, data in job.container.companions(entries_of(shards(job.plan.pieces, job.shard_bytes))):
+            work.write(name, data)
+        files = tuning.tune(work, writer.files) if tuning else writer.files
+        tuned = tuning.notes() if tuning else ()
+        return _finish(work, job, files, (*job.planned.notes, *maker.notes(), *known_blocks.notes(), *tuned))
 
 
 class _WorkDone:
@@ -148,11 +161,10 @@ def _device_memory(piece: Piece) -> Iterator[None]:
         ) from error
 
 
-def _finish(work: Workspace, job: WriteJob, writer: ShardedWriter, notes: tuple[str, ...]) -> Artefact:
-    entries = entries_of(shards(job.plan.pieces, job.shard_bytes))
-    for name, data in (*job.container.companions(entries), *job.extra_files.items()):
+def _finish(work: Workspace, job: WriteJob, files: Mapping[str, Finished], notes: tuple[str, ...]) -> Artefact:
+    for name, data in job.extra_files.items():
         work.write(name, data)
-    artefact = card.finish(job.planned, writer.files, notes)
+    artefact = card.finish(job.planned, files, notes)
     work.write(ARTEFACT_FILE, card.as_json(artefact, job.recipe, job.plan, job.source).encode())
     work.write("README.md", card.as_markdown(artefact, job.recipe, job.plan, job.folder).encode())
     remember(job.folder, job.source)

@@ -48,7 +48,7 @@ class QuantizedModel:
 
     def read(self, module: str) -> QTensor:
         """Decodes the quantized weight of a module."""
-        return self.codec.decode(module, self._stored(module), self.schemes[module], self.settings)
+        return self.codec.decode(module, self.stored(module), self.schemes[module], self.settings)
 
     def tensor(self, name: str) -> Tensor:
         """Returns a tensor as stored."""
@@ -56,9 +56,10 @@ class QuantizedModel:
 
     def shape(self, module: str) -> tuple[int, int]:
         """Returns the (out, in) shape of a module's weight."""
-        return self.codec.shape(module, self._stored(module), self.schemes[module])
+        return self.codec.shape(module, self.stored(module), self.schemes[module])
 
-    def _stored(self, module: str) -> dict[str, Tensor]:
+    def stored(self, module: str) -> dict[str, Tensor]:
+        """Returns the stored tensors of a module by name."""
         return {tensor.name: self._weights.get(tensor).to(self._device) for tensor in self.parts[module]}
 
 

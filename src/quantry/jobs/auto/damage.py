@@ -19,7 +19,7 @@ from quantry.quantizing.calibration.block_inputs import BlockInputs
 from quantry.quantizing.calibration.fisher import Fisher
 from quantry.quantizing.calibration.per_block import BlockCalibration, BlockSteps
 from quantry.quantizing.calibration.store import Statistics
-from quantry.quantizing.calibration.text import SEED
+from quantry.quantizing.calibration.text import SEED, CalibrationText
 from quantry.quantizing.calibration.transform import BlockTransform
 from quantry.quantizing.makers.reader import WeightReader
 from quantry.quantizing.slices import Slice, matrix, tensor_of
@@ -126,7 +126,7 @@ class DamageMeter:
             return fisher.damage(error, self._fisher_rows(part)[rows], layer_input.stats.gram)
         own = slice(*part.rows) if part.rows else slice(None)
         as_head = fisher.damage(error, gradients.head[own], gradients.gram.to(error.device))
-        as_embedding = fisher.embedding_damage(error, gradients.frequency[own], gradients.embedding)
+        as_embedding = fisher.embedding_damage(error, gradients.seen, gradients.embedding)
         return as_head if layer.name == HEAD else as_embedding + (as_head if self._tied else 0.0)
 
     def _input_damage(self, part: Slice, weight: Tensor, noise: float, rows: slice | Tensor) -> float:
@@ -149,8 +149,8 @@ class DamageMeter:
     def gradients(self) -> Fisher:
         """The Fisher information of the model's outputs."""
         statistics, walk = self._statistics, self._statistics.walk
-        windows = statistics.text.tokens[: max(1, GRADIENT_TOKENS // statistics.text.length)]
-        key = f"fisher {statistics.fingerprint} {walk.dtype} {len(windows)} {SEED}"
+        windows = statistics.text.tokens[: gradient_windows(statistics.text)]
+        key = f"fisher {fisher.EDITION} {statistics.fingerprint} {walk.dtype} {len(windows)} {SEED}"
 
         def compute() -> Fisher:
             gradients = Walk(walk.source, device=walk.device, dtype=walk.dtype, memory=walk.memory)
@@ -162,6 +162,11 @@ class DamageMeter:
     def _report(self, done: int, label: str) -> None:
         if self._progress:
             self._progress(done, self._total, label)
+
+
+def gradient_windows(text: CalibrationText) -> int:
+    """Returns how many windows of a text, from the first, gradients are averaged over."""
+    return max(1, GRADIENT_TOKENS // text.length)
 
 
 def _outliers(absmax: Tensor) -> float | None:

@@ -10,7 +10,7 @@ do not replace `quantry verify`.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
@@ -20,22 +20,16 @@ import torch
 
 from quantry import __version__
 from quantry.errors import QuantryError
+from quantry.jobs.auto.calibrated_model import CalibratedModel, open_calibrated
 from quantry.jobs.auto.choices import LayerChoices, limited, model_choices
 from quantry.jobs.auto.damage import GRADIENT_TOKENS, ROWS, DamageMeter, Measured
 from quantry.jobs.auto.solver import Item, ItemOption
-from quantry.models.anatomy import sixteen_bit
-from quantry.models.identity import identity
-from quantry.models.reader import local_folder, open_checkpoint
-from quantry.models.weights import MappedWeights, PlainWeights
-from quantry.numerics.device import arithmetic
 from quantry.numerics.device import device as computing
+from quantry.quantizing.calibration import fisher
 from quantry.quantizing.calibration.advice import advise
-from quantry.quantizing.calibration.calibrator import load_text
 from quantry.quantizing.calibration.options import CalibrationOptions
-from quantry.quantizing.calibration.resumable_walk import ResumableWalk
-from quantry.quantizing.calibration.store import Statistics, default_store
+from quantry.quantizing.calibration.store import default_store
 from quantry.quantizing.calibration.transform import BlockTransform
-from quantry.quantizing.makers.reader import WeightReader
 from quantry.storage import SENSITIVITY_FILE
 from quantry.storage.reading import read_json
 from quantry.types import Anatomy, Checkpoint, Progress
@@ -86,6 +80,7 @@ class Sensitivity:
     layers: tuple[LayerSensitivity, ...]
     kept: Mapping[str, int]  # tensor -> bytes
     notes: tuple[str, ...] = ()
+    measured: Mapping[str, Any] = field(default_factory=dict)  # of mixtures: on what, and what each lost
 
     def items(self) -> tuple[Item, ...]:
         """Returns what a budget chooses from: every layer with its choices, every kept tensor with one."""
@@ -172,34 +167,34 @@ def measure(
     progress: Progress | None = None,
 ) -> Sensitivity:
     """Measures every layer, or returns what an earlier run with the same text and method measured."""
-    checkpoint = open_checkpoint(model)
-    anatomy = sixteen_bit(checkpoint)
-    choices = model_choices(checkpoint, method.format, method.rounder, method.transform)
+    opened = open_calibrated(model, options, device)
+    return replace(measure_opened(opened, method, grids, progress), source=str(model))
+
+
+def measure_opened(
+    model: CalibratedModel, method: Method, grids: Sequence[str] | None = None, progress: Progress | None = None
+) -> Sensitivity:
+    """Does the same for a model that is open."""
+    choices = model_choices(model.checkpoint, method.format, method.rounder, method.transform)
     layers = limited(choices.layers, grids)
-    text = load_text(checkpoint, options)
-    folder = local_folder(model)
-    walk = ResumableWalk(
-        source=PlainWeights(checkpoint, folder), windows=text.tokens, device=device, dtype=arithmetic(device)
-    )
-    store = default_store() if device.type == "cpu" else None
-    statistics = Statistics(walk, text, store, identity(open_checkpoint(folder)))
-    path = default_store().folder / _key(statistics, method, layers) / SENSITIVITY_FILE
+    path = measured_folder(model, method, layers) / SENSITIVITY_FILE
     earlier = _load(path)
     if earlier:
         if progress:
             progress(1, 1, "measured before")
-        return replace(earlier, source=str(model))
-    moves = BlockTransform(method.transform, checkpoint, anatomy.blocks, choices.schemes) if method.transform else None
-    reader = WeightReader(checkpoint, MappedWeights(folder), device)
-    meter = DamageMeter(statistics, reader, moves, choices.tied, progress)
+        return earlier
+    transform, blocks = method.transform, model.anatomy.blocks
+    moves = BlockTransform(transform, model.checkpoint, blocks, choices.schemes) if transform else None
+    meter = DamageMeter(model.statistics, model.reader(), moves, choices.tied, progress)
     measured = [_sensitivity(layer, result) for layer, result in zip(layers, meter.measure(layers), strict=True)]
+    text = model.text
     described = {"name": text.name, "windows": len(text.tokens), "length": text.length, "tokens": text.count}
     sensitivities = Sensitivity(
-        source=str(model),
+        source=model.checkpoint.source,
         format=method.format,
         rounder=method.rounder,
         transform=method.transform,
-        parameters=anatomy.parameters,
+        parameters=model.anatomy.parameters,
         text={**described, "gradient_tokens": meter.gradients.tokens},
         layers=tuple(measured),
         kept=choices.kept,
@@ -230,12 +225,14 @@ def _sensitivity(layer: LayerChoices, measured: Measured) -> LayerSensitivity:
     )
 
 
-def _key(statistics: Statistics, method: Method, layers: Sequence[LayerChoices]) -> str:
-    """Returns a hash of everything that the figures depend on."""
+def measured_folder(model: CalibratedModel, method: Method, layers: Sequence[LayerChoices]) -> Path:
+    """Returns the folder of the store for what was measured; a hash of all that it depends on is its name."""
     names = [[choice.name for choice in layer.choices] for layer in layers]
-    device = statistics.walk.device.type
-    facts = (statistics.fingerprint, device, __version__, ROWS, GRADIENT_TOKENS, *asdict(method).values(), names)
-    return sha256(repr(facts).encode()).hexdigest()[:32]
+    facts = (
+        model.statistics.fingerprint, model.device.type, fisher.EDITION, __version__, ROWS, GRADIENT_TOKENS,
+        *asdict(method).values(), names,
+    )  # fmt: skip
+    return default_store().folder / sha256(repr(facts).encode()).hexdigest()[:32]
 
 
 def _load(path: Path) -> Sensitivity | None:

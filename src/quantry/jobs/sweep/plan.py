@@ -21,10 +21,10 @@ from quantry.models.tokenizer import load_tokenizer
 from quantry.numerics.device import device as computing
 from quantry.proof import gate as gates
 from quantry.proof.served.engines import scoring_engine
-from quantry.proof.sources import open_source, tokenizer
 from quantry.proof.text import fitting_length, load_text
 from quantry.proof.text import windows as cut
 from quantry.quantizing.calibration.text import LENGTH, SAMPLES, SEED, load
+from quantry.quantizing.sources import open_source, tokenizer
 from quantry.types import Anatomy
 
 

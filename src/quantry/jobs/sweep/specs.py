@@ -108,7 +108,8 @@ def facts_of(spec: ArtefactSpec, anatomy: Anatomy) -> ArtefactFacts:
 
 
 def _mixture(spec: ArtefactSpec, anatomy: Anatomy) -> ArtefactFacts:
-    from quantry.jobs.auto.mixture import AutoOptions, check_options  # imports transformers
+    from quantry.jobs.auto.mixer import AutoOptions  # imports transformers
+    from quantry.jobs.auto.mixture import check_options
 
     options = spec.options
     for name in ("group", "imatrix"):

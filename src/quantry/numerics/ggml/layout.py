@@ -131,7 +131,7 @@ def unpack(type_name: str, data: Tensor) -> Fields:
 def values(type_name: str, fields: Fields) -> Tensor:
     """Returns the weights that blocks stand for, float32 (n, block size), bit for bit what ggml reads."""
     block, d = BLOCKS[type_name], fields.d.float()[:, None]
-    weight = _levels(type_name, fields.codes)
+    weight = levels(type_name, fields.codes)
     if fields.scales is None:
         weight *= d
         return weight if fields.dmin is None else weight.add_(fields.dmin.float()[:, None])
@@ -142,7 +142,7 @@ def values(type_name: str, fields: Fields) -> Tensor:
     return weight
 
 
-def _levels(type_name: str, codes: Tensor) -> Tensor:
+def levels(type_name: str, codes: Tensor) -> Tensor:
     """Returns the values of codes before any scale, as a new float32 tensor."""
     if type_name.startswith("IQ4"):
         table = torch.tensor(IQ4, dtype=torch.float32, device=codes.device)

@@ -42,7 +42,7 @@ class Calibrator:
         device: torch.device,
         low_memory: bool = False,
     ) -> None:
-        self._checkpoint, self._recipe, self._plan, self._text = checkpoint, recipe, plan, text
+        self._checkpoint, self._recipe, self._plan, self.text = checkpoint, recipe, plan, text
         self._device, self._low_memory = device, low_memory
         trains_on_cpu = recipe.distilled and device.type == "cpu"  # gradients are too small for bfloat16
         self._arithmetic = torch.float32 if trains_on_cpu else arithmetic(device)
@@ -53,19 +53,19 @@ class Calibrator:
     @property
     def record(self) -> Calibration:
         """What the recipe records of the text."""
-        text, run_in = self._text, str(self._arithmetic).removeprefix("torch.")
+        text, run_in = self.text, str(self._arithmetic).removeprefix("torch.")
         return Calibration(text.name, text.fingerprint, len(text.tokens), text.length, SEED, text.count, run_in)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a person should know before the job begins."""
-        return (*advise(self._text), *(self._transform.notes() if self._transform else ()))
+        return (*advise(self.text), *(self._transform.notes() if self._transform else ()))
 
     @property
     def kept_bytes(self) -> int:
         """The room on the disk that a sequential job needs for the hidden states before two blocks."""
         channels = int(text_config(self._checkpoint.config)["hidden_size"])
-        return 2 * self._text.count * channels * self._arithmetic.itemsize if self._recipe.sequential else 0
+        return 2 * self.text.count * channels * self._arithmetic.itemsize if self._recipe.sequential else 0
 
     def marked(self, plan: TensorPlan) -> TensorPlan:
         """Adds to the fates of kept tensors that a transform scales them."""
@@ -84,7 +84,7 @@ class Calibrator:
         recipe = self._recipe
         walk = ResumableWalk(
             source=PlainWeights(self._checkpoint, folder),
-            windows=self._text.tokens,
+            windows=self.text.tokens,
             device=self._device,
             dtype=self._arithmetic,
             batch=1 if recipe.distilled else 4,  # a batch is a training step, and more steps do more
@@ -92,7 +92,7 @@ class Calibrator:
             progress=progress,
         )
         store = default_store() if self._device.type == "cpu" else None  # a GPU walks faster than a disk writes
-        statistics = Statistics(walk, self._text, store, identity(open_checkpoint(folder)), recipe.histogram)
+        statistics = Statistics(walk, self.text, store, identity(open_checkpoint(folder)), recipe.histogram)
         steps = BlockSteps(
             transform=self._transform,
             sequential=recipe.sequential,

@@ -7,7 +7,8 @@ Gram matrix G of the layer's input, that is `1/2 sum_r f_r D_r G D_r'` nats per 
 between rows, between tokens, and between the size of a gradient and of an input.
 
 For the head the expectation over y is exact: p (1 - p) for every row. A row of the embedding is used by its own token
-only, so it is weighted by how often that token occurs.
+only. Where the token comes again in a window, its error is the same, so gradients are summed before they are squared; a
+token that others look at (the first of a text above all) has larger ones. So every row that occurs has its own squares.
 
 The weights of one block are in memory at a time: a walk forward that keeps the hidden states before each block, the
 head, then the blocks from the last to the first, each run again for the gradients of its outputs. Blocks that read
@@ -34,6 +35,7 @@ from quantry.quantizing.calibration.store import Store, load_checked, pack_check
 from quantry.types import Progress
 
 FILE = "fisher.safetensors"
+EDITION = 2  # of the method: another number leaves older figures unused
 DRAWN = 256  # positions for which a token is drawn at a time: 0.3 GB of float64 for 150,000 tokens
 CHUNK = 1 << 24  # weights whose damage is summed at a time
 WINDOWS = 1_000_003  # seeds apart, so that no window draws what another one draws with the next seed
@@ -48,8 +50,8 @@ class Fisher:
 
     tokens: int
     outputs: Mapping[str, Tensor]  # module as the checkpoint names it -> (rows,)
-    embedding: Tensor  # (channels,)
-    frequency: Tensor  # (vocabulary,): how often each token occurs
+    seen: Tensor  # (n,) int64, ascending: the rows of the embedding that occur
+    embedding: Tensor  # (n, channels)
     head: Tensor  # (rows,)
     gram: Tensor  # (channels, channels), of the head's input
 
@@ -85,12 +87,12 @@ def fisher(
         with walk.block(index) as block:
             tell(total - 1 - index, f"gradients of {block.name}")
             outputs |= _block(walk, block, kept.pop())
-    counts = torch.bincount(torch.tensor([token for window in runs for token in window]), minlength=walk.skeleton.rows)
+    seen, embedding = _embedding(walk)
     return Fisher(
         tokens=tokens,
         outputs={name: _mean(sums, tokens) for name, sums in outputs.items()},
-        embedding=_mean(_embedding(walk), tokens),
-        frequency=_mean(counts, tokens),
+        seen=seen,
+        embedding=_mean(embedding, tokens),
         head=_mean(head, tokens),
         gram=_mean(gram, tokens),
     )
@@ -238,8 +240,12 @@ class _Squares:
         return named
 
 
-def _embedding(walk: Walk) -> Tensor:
-    skeleton, sums = walk.skeleton, torch.zeros(0)
+def _embedding(walk: Walk) -> tuple[Tensor, Tensor]:
+    """Returns the rows of the embedding that occur, and sums over windows of the squares of their gradients."""
+    skeleton = walk.skeleton
+    everywhere = torch.cat([batch.tokens.flatten() for batch in walk.batches])
+    seen = torch.bincount(everywhere).nonzero()[:, 0]
+    sums = torch.zeros(0)
     with skeleton.loaded(skeleton.before), torch.enable_grad():
         skeleton.model.requires_grad_(False)
         for batch in walk.batches:
@@ -247,10 +253,13 @@ def _embedding(walk: Walk) -> Tensor:
             with rows:
                 hidden, _ = skeleton.head_start(batch.tokens)
             (gradient,) = torch.autograd.grad(hidden, rows.rows[-1], batch.hidden.to(skeleton.device))
-            exact = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-            new = exact.reshape(-1, exact.shape[-1]).square().sum(0, dtype=torch.float64)
-            sums = sums + new if sums.numel() else new
-    return sums
+            exact = gradient.to(CPU, torch.promote_types(gradient.dtype, torch.float32))
+            if not sums.numel():
+                sums = torch.zeros(len(seen), exact.shape[-1], dtype=exact.dtype)
+            for tokens, window in zip(batch.tokens, exact, strict=True):
+                places = torch.searchsorted(seen, tokens)
+                sums += torch.zeros_like(sums).index_add_(0, places, window).square_()
+    return seen, sums
 
 
 class _Rows(TorchFunctionMode):
@@ -294,11 +303,12 @@ def input_damage(weight: Tensor, rows: Tensor, gram: Tensor, noise: float) -> fl
     return max(0.0, noise * total / 2)
 
 
-def embedding_damage(error: Tensor, frequency: Tensor, channels: Tensor) -> float:
-    """Predicts the damage of an error of an embedding with these frequencies of rows and Fisher information."""
+def embedding_damage(error: Tensor, seen: Tensor, information: Tensor) -> float:
+    """Predicts the damage of an error of an embedding, of whose `seen` rows the Fisher information is given."""
     total = 0.0
-    for part, often in _parts(error, frequency):
-        total += float(((part.float().square() @ channels.to(error.device)).double() * often.double()).sum())
+    for rows, part in _parts(information, seen):
+        some = error[part.to(error.device)].float().square()
+        total += float((some * rows.to(error.device)).sum(dtype=torch.float64))
     return max(0.0, total / 2)
 
 
@@ -318,7 +328,7 @@ def load_or_compute(store: Store | None, key: str, compute: Callable[[], Fisher]
 
 
 def _pack(fisher: Fisher) -> bytes:
-    parts = {"embedding": fisher.embedding, "frequency": fisher.frequency, "head": fisher.head, "gram": fisher.gram}
+    parts = {"seen": fisher.seen, "embedding": fisher.embedding, "head": fisher.head, "gram": fisher.gram}
     tensors = {f"output.{number}": rows for number, rows in enumerate(fisher.outputs.values())} | parts
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     return pack_checked(contiguous, {"tokens": fisher.tokens, "modules": list(fisher.outputs)})
@@ -331,7 +341,7 @@ def _load(path: Path) -> Fisher | None:
     tensors, facts = content
     try:
         outputs = {module: tensors[f"output.{number}"] for number, module in enumerate(facts["modules"])}
-        rest = {name: tensors[name] for name in ("embedding", "frequency", "head", "gram")}
+        rest = {name: tensors[name] for name in ("seen", "embedding", "head", "gram")}
         return Fisher(tokens=facts["tokens"], outputs=outputs, **rest)
     except (KeyError, TypeError):
         return None

@@ -20,8 +20,8 @@ from quantry.blockwise import walk
 from quantry.errors import CheckpointError, ModelNotFoundError, QuantryError
 from quantry.models.reader import demo_folder
 from quantry.numerics.grids import dequantize
-from quantry.proof.sources import open_source, tokenizer
 from quantry.quantizing.quantized_model import QuantizedModel
+from quantry.quantizing.sources import open_source, tokenizer
 from tiny_models import ARCHITECTURES, write_model
 from tiny_tokenizers import write_tokenizer
 

@@ -81,6 +81,11 @@ def open_source(model: str | Path, device: str = "cpu") -> ModelSource:
     Raises QuantryError if a job has not finished writing the model, or if it cannot be read.
     """
     check_finished(Path(model).expanduser())
+    return open_stored(model, device)
+
+
+def open_stored(model: str | Path, device: str = "cpu") -> ModelSource:
+    """Opens what `open_source` opens, also in the folder of a job that has not finished."""
     checkpoint = open_checkpoint(model)
     if checkpoint.format == "gguf":
         return _gguf(model)
