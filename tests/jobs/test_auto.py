@@ -13,7 +13,7 @@ import torch
 import quantry
 from command import command
 from demo_artefacts import AUTO_FORMATS, AUTO_TEXT, measured_demo
-from depth import FAMILIES, cases, rounds, sampled
+from depth import FAMILIES, cases, deep, rounds, sampled
 from divergences import divergence, logits, windows
 from quantry.errors import QuantryError, RecipeError
 from quantry.jobs.auto import mixer as mixer_module
@@ -63,7 +63,11 @@ def written(artefact: Artefact) -> int:
 
 
 @pytest.mark.parametrize(
-    ("form", "budget"), [(form, f"{size}B") for form in FORMATS for size in (5_600_000, 9_000_000)]
+    ("form", "budget"),
+    cases(
+        [(form, f"{size}B") for form in FORMATS for size in (5_600_000, 9_000_000)],
+        [(form, "5600000B") for form in FORMATS],
+    ),
 )
 def test_files_have_the_size_that_was_asked_for(form: str, budget: str, made: Callable[..., Artefact]) -> None:
     asked = int(budget.removesuffix("B"))
@@ -117,13 +121,14 @@ def test_any_size_is_met(form: str, count: int, monkeypatch: pytest.MonkeyPatch)
         assert 0.98 * asked <= size <= asked  # a layer is more than 1 % of so small a model
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", cases(FORMATS, ("gguf",)))
 def test_bits_a_weight_are_those_of_all_tensors(form: str, made: Callable[..., Artefact]) -> None:
     artefact = made("6.5bpw", form)
     assert 0.995 * 6.5 <= artefact.bits_per_weight <= 6.5
     assert artefact.bytes == sum(tensor.nbytes for tensor in open_checkpoint(artefact.path).tensors)
 
 
+@deep
 @pytest.mark.parametrize("form", FORMATS)
 def test_more_bytes_lose_less(form: str, made: Callable[..., Artefact]) -> None:
     tokens = windows(DEMO, samples=4, length=128)
@@ -132,6 +137,7 @@ def test_more_bytes_lose_less(form: str, made: Callable[..., Artefact]) -> None:
     assert lost[1] < 0.5 * lost[0]
 
 
+@deep
 def test_it_loses_less_than_llama_cpps_mixture_of_the_same_size(made: Callable[..., Artefact], tmp_path: Path) -> None:
     """Both are rounded with GPTQ: only the choice of types, and the scaling before, differ."""
     quantry.quantize("demo", tmp_path / "out", preset="gguf-q3_k_m", rounder="gptq", **TEXT)
@@ -175,6 +181,7 @@ def test_no_path_of_the_machine_is_written(tmp_path: Path) -> None:
         assert str(tmp_path) not in (out / name).read_text(), name
 
 
+@deep
 def test_a_second_size_needs_no_second_measurement(
     made: Callable[..., Artefact], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,6 +272,7 @@ def _bytes(folder: Path, name: str) -> bytes:
     return checkpoint.read(tensor.file, tensor.start, tensor.nbytes)
 
 
+@deep
 @pytest.mark.usefixtures("made")
 def test_only_what_the_engine_loads_there_is_chosen(tmp_path: Path) -> None:
     """vLLM has no kernel for 8-bit groups on a CPU, and one on GPUs."""

@@ -351,12 +351,12 @@ def _in_sequence(recipe: Recipe, sequential: bool | None) -> Recipe:
 
 def _distilled(recipe: Recipe, distil: bool, steps: int | None) -> Recipe:
     """Sets in how many steps the scales are trained. Raises RecipeError for steps without training, or too few."""
-    if not distil:
-        if steps is not None:
-            raise RecipeError("--distil-steps has no use without --distil", fix="add it, or leave this out")
-        return recipe
     if steps is not None and steps < 1:
         raise RecipeError(f"{steps} steps train nothing", fix="give --distil-steps of 1 or more")
+    if steps is not None and not distil:
+        raise RecipeError(f"--distil-steps {steps} has no use without --distil", fix="add it, or leave this out")
+    if not distil:
+        return recipe
     return replace(recipe, distil=DISTIL_STEPS if steps is None else steps)
 
 
