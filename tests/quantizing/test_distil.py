@@ -196,7 +196,7 @@ def test_pieces_and_batches_have_every_token_once() -> None:
         ({"preset": "bf16"}, "no layer has scales"),
         ({"preset": "gguf-bf16"}, "no layer has scales"),
         ({"preset": "w4a16", "distil_steps": 0}, "0 steps"),
-        ({"preset": "w4a16", "distil": False}, "--distil-steps has no use"),
+        ({"preset": "w4a16", "distil": False}, "--distil-steps 6 has no use"),
     ],
     ids=str,
 )
