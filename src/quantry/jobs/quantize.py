@@ -42,6 +42,7 @@ SEQUENTIAL = False  # calibrate each block on the output of quantized ones by de
 CHOOSING, MEASURING = 4, 3  # the work of preset auto and of an importance matrix, against that of writing
 DISTILLING = 5
 DISTIL_STEPS = 200
+DISTIL_BYTES = 2  # a weight, on the disk: factors of scales with two moments each, and what was trained
 NOT_CALIBRATED = "leave it out, use a calibrated preset, or --rounder gptq"
 
 
@@ -150,6 +151,7 @@ class QuantizeJob:
             "the weights": self._plan.bytes,
             "hidden states of the calibration": self._calibrator.kept_bytes if self._calibrator else 0,
             "the importance matrix": importance_bytes(vectors),
+            "the state of distillation": DISTIL_BYTES * self.planned.parameters if self._recipe.distil else 0,
             "the files beside them": files_beside(self._checkpoint),
             "the report": REPORT_BYTES,
         }

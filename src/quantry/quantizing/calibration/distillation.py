@@ -68,7 +68,7 @@ def distil(
         student = Student(block, schemes)
         before = after = student.error(held)
         best: dict[str, Tensor] = {}
-        for step, lesson in enumerate(_order(len(lessons), steps, seed + block.index)):
+        for step, lesson in enumerate(drawn(len(lessons), steps, seed + block.index)):
             student.learn(lessons[lesson], rate * (1 + cos(pi * step / steps)) / 2)
             if (step + 1) % max(1, steps // CHECKS) == 0:
                 error = student.error(held)
@@ -116,7 +116,7 @@ def draw_lessons(block: Block, steps: int | None) -> tuple[list[Lesson], int]:
     return lessons, steps
 
 
-def _order(count: int, steps: int, seed: int) -> Iterator[int]:
+def drawn(count: int, steps: int, seed: int) -> Iterator[int]:
     """Yields the lesson of each step: every one once, then again in another order."""
     generator = torch.Generator().manual_seed(seed)
     rounds = [torch.randperm(count, generator=generator) for _ in range(-(-steps // count))]

@@ -68,6 +68,10 @@ class Distillation:
         try:
             teacher = whole(self._source, device=self._device, dtype=dtype)
             student = Student(work.folder, self._device, dtype)
+            if not student.logs:
+                raise QuantryError(
+                    "--distil finds no scales to train: all quantized layers are parts of stacks", fix="leave it out"
+                )
             training = Training(
                 student.logits,
                 lambda tokens: teacher(input_ids=tokens, use_cache=False).logits,
