@@ -1,7 +1,8 @@
-"""What training the scales gains on a GPU, beside AutoRound on the same windows.
+"""What training codes and scales gains, beside AutoRound on the same windows.
 
     PYTHONPATH=src:... python benchmarks/gpu_distil.py MODEL --data CALIBRATION --text TEST [--work FOLDER]
         [--kinds w4,w4-zero,w3,w2,Q4_K_M,Q3_K_M,Q2_K] [--by quantry,autoround,autoround-best]
+        [--ways plain,rounding,distil,both]
         [--samples 64 --length 512 --windows 8 --steps N] [--group 64] [--device cuda] [-o FILE]
 
 Every artefact is decoded from its bytes and compared with the 16-bit model over the whole vocabulary. AutoRound runs in
@@ -39,6 +40,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 FILE_TYPES = ("Q4_K_M", "Q3_K_M", "Q2_K")
 BITS = {"w4": (4, True), "w4-zero": (4, False), "w3": (3, True), "w2": (2, False)}
+WAYS: dict[str, tuple[str, ...]] = {
+    "plain": (), "rounding": ("learn_rounding",), "distil": ("distil",), "both": ("learn_rounding", "distil")
+}  # fmt: skip
+STEPS = {"learn_rounding": "rounding_steps", "distil": "distil_steps"}
 METHODS = {"autoround": "signround", "autoround-best": "signround-best"}
 
 
@@ -51,8 +56,8 @@ def main() -> None:
         for by in options.by:
             if by != "quantry" and kind not in BITS:
                 continue
-            for distilled in (False, True) if by == "quantry" else (False,):
-                rows.append(_row(options, judge, kind, by, distilled))
+            for way in options.ways if by == "quantry" else ("plain",):
+                rows.append(_row(options, judge, kind, by, way))
                 print(json.dumps(rows[-1]), flush=True)
     record = {
         "benchmark": "gpu_distil",
@@ -76,12 +81,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("gpu_distil.work"))
     parser.add_argument("--kinds", default=",".join((*PRESETS, *FILE_TYPES)))
     parser.add_argument("--by", default="quantry")
+    parser.add_argument("--ways", default=",".join(WAYS))
     for name, default in (("--samples", 64), ("--length", 512), ("--windows", 8), ("--group", 64), ("--steps", None)):
         parser.add_argument(name, type=int, default=default)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
-    options.kinds, options.by = options.kinds.split(","), options.by.split(",")
+    options.kinds, options.by, options.ways = (getattr(options, name).split(",") for name in ("kinds", "by", "ways"))
     return options
 
 
@@ -104,16 +110,16 @@ class Judge:
         return {"kl": float(np.mean(means)), "interval": [float(edge) for edge in np.quantile(draws, (0.025, 0.975))]}
 
 
-def _row(options: argparse.Namespace, judge: Judge, kind: str, by: str, distilled: bool) -> dict[str, Any]:
-    out = options.work / f"{kind}-{by}{'-distil' if distilled else ''}"
-    row: dict[str, Any] = {"model": Path(options.model).name, "kind": kind, "by": by, "distil": distilled}
+def _row(options: argparse.Namespace, judge: Judge, kind: str, by: str, way: str) -> dict[str, Any]:
+    out = options.work / f"{kind}-{by}-{way}"
+    row: dict[str, Any] = {"model": Path(options.model).name, "kind": kind, "by": by, "way": way}
     start = time.perf_counter()
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     try:
         if by == "quantry":
-            artefact = _ours(options, kind, out, distilled)
-            row["notes"] = [note for note in artefact.notes if "scales" in note]
+            artefact = _ours(options, kind, out, way)
+            row["notes"] = [note for note in artefact.notes if "held out" in note]
         else:
             _autoround(options, kind, METHODS[by], out)
         row["seconds"] = round(time.perf_counter() - start, 1)
@@ -126,13 +132,14 @@ def _row(options: argparse.Namespace, judge: Judge, kind: str, by: str, distille
     return row
 
 
-def _ours(options: argparse.Namespace, kind: str, out: Path, distilled: bool) -> quantry.Artefact:
+def _ours(options: argparse.Namespace, kind: str, out: Path, way: str) -> quantry.Artefact:
     if kind in FILE_TYPES:
         how: dict[str, Any] = {"preset": kind, "rounder": "gptq", "transform": "awq"}
     else:
         how = {**PRESETS[kind], "group": options.group}
-    if distilled:
-        how |= {"distil": True, "distil_steps": options.steps}
+    how |= dict.fromkeys(WAYS[way], True)
+    if options.steps:
+        how |= {name: options.steps for stage, name in STEPS.items() if stage in WAYS[way]}
     text = {"data": options.data, "samples": options.samples, "length": options.length}
     return quantry.quantize(options.model, out, device=options.device, overwrite=True, **how, **text)
 

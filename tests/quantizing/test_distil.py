@@ -18,7 +18,8 @@ from quantry.models.reader import open_checkpoint
 from quantry.proof.divergence import full_kl
 from quantry.quantizing.calibration.calibrator import load_text
 from quantry.quantizing.calibration.options import CalibrationOptions
-from quantry.quantizing.distil import training, tuning
+from quantry.quantizing.distil import training
+from quantry.quantizing.distil.in_place import replaced
 from quantry.quantizing.distil.training import Training, batches, cut
 from quantry.quantizing.sources import open_source
 from tiny_models import write_model
@@ -118,12 +119,11 @@ def test_a_killed_job_ends_with_the_same_bytes(
             raise KilledError
         learn(self, pieces, step, count)
 
-    original = tuning.replaced
     with monkeypatch.context() as patched:
         if where == "training":
             patched.setattr(Training, "_learn", dying)
         else:
-            patched.setattr(tuning, "replaced", lambda folder, tensors: _half(original, folder, tensors))
+            patched.setattr("quantry.quantizing.distil.tuning.replaced", _half)
         with pytest.raises(KilledError):
             quantry.quantize(llama, tmp_path / "out", **how)
     assert not (tmp_path / "out").exists()
@@ -139,8 +139,8 @@ def test_a_killed_job_ends_with_the_same_bytes(
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def _half(original: Any, folder: Path, tensors: Mapping[str, Tensor]) -> set[str]:
-    original(folder, dict(list(tensors.items())[: len(tensors) // 2]))
+def _half(folder: Path, tensors: Mapping[str, Tensor]) -> set[str]:
+    replaced(folder, dict(list(tensors.items())[: len(tensors) // 2]))
     raise KilledError
 
 
@@ -207,6 +207,6 @@ def test_what_cannot_be_distilled_is_refused(how: dict[str, Any], words: str, ll
 
 
 def test_too_little_memory_is_said_first(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "memory", lambda: (1 << 20, 1 << 20))
+    monkeypatch.setattr("quantry.quantizing.distil.tuning.memory", lambda: (1 << 20, 1 << 20))
     with pytest.raises(QuantryError, match="needs about .* of memory"):
         quantry.quantize(llama, tmp_path / "out", preset="w4a16", group=32, **SHORT)

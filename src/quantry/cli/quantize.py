@@ -46,6 +46,10 @@ Sequential = Annotated[
     bool | None,
     typer.Option("--sequential/--no-sequential", help="Calibrate each block on the outputs of the quantized ones."),
 ]
+LearnRounding = Annotated[
+    bool, typer.Option("--learn-rounding", help="Then train the codes of each block against the 16-bit block.")
+]
+RoundingSteps = Annotated[int | None, typer.Option(help="Steps of that in each block: 1 or more, 200 if left out.")]
 Distil = Annotated[
     bool, typer.Option("--distil", help="Then train the scales against the 16-bit model; it holds both in memory.")
 ]
@@ -75,6 +79,8 @@ def command(
     samples: flags.Samples = None,
     length: flags.SampleLength = None,
     sequential: Sequential = None,
+    learn_rounding: LearnRounding = False,
+    rounding_steps: RoundingSteps = None,
     distil: Distil = False,
     distil_steps: DistilSteps = None,
     low_memory: LowMemory = False,
@@ -109,7 +115,8 @@ def command(
         artefact = quantize(
             model, output, preset=preset, recipe=recipe, plan=plan, format=format, group=group, budget=budget, gpu=gpu,
             rounder=rounder, transform=transform, imatrix=imatrix, input_scales=input_scales, kv=kv, data=data,
-            samples=samples, length=length, sequential=sequential, distil=distil, distil_steps=distil_steps,
+            samples=samples, length=length, sequential=sequential, learn_rounding=learn_rounding,
+            rounding_steps=rounding_steps, distil=distil, distil_steps=distil_steps,
             low_memory=low_memory, keep_odd=keep_odd, overwrite=overwrite, dry_run=dry_run, device=device,
             announce=None if json else tell, progress=progress,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from quantry.llamacpp.importance import read as read_importance
 from quantry.models.anatomy import check_blocks, sixteen_bit
 from quantry.models.identity import identity
 from quantry.models.reader import local_folder, open_checkpoint
-from quantry.models.weights import MappedWeights
+from quantry.models.weights import MappedWeights, PlainWeights
 from quantry.models.workspace import check_room, check_target, recover
 from quantry.numerics.device import device as computing
 from quantry.quantizing import card
@@ -35,14 +35,14 @@ from quantry.types import Artefact, Checkpoint, Progress
 if TYPE_CHECKING:
     from quantry.jobs.auto.mixture import Mixture
     from quantry.quantizing.calibration.calibrator import Calibrator
-    from quantry.quantizing.distil.tuning import Distillation
+    from quantry.quantizing.distil.tuning import InTurn
 
 REPORT_BYTES = 2 << 20  # of report.html and report.png, which grow with the layers
 SEQUENTIAL = False  # calibrate each block on the output of quantized ones by default; it gained nothing for AWQ + GPTQ
 CHOOSING, MEASURING = 4, 3  # the work of preset auto and of an importance matrix, against that of writing
-DISTILLING = 5
-DISTIL_STEPS = 200
-DISTIL_BYTES = 2  # a weight, on the disk: factors of scales with two moments each, and what was trained
+ROUNDING, DISTILLING = 10, 5  # that of training codes and scales
+ROUNDING_STEPS = DISTIL_STEPS = 200
+TRAINING_BYTES = 2  # a weight, on the disk: factors of scales with two moments each, and what was trained
 NOT_CALIBRATED = "leave it out, use a calibrated preset, or --rounder gptq"
 
 
@@ -66,6 +66,8 @@ def quantize(
     samples: int | None = None,
     length: int | None = None,
     sequential: bool | None = None,
+    learn_rounding: bool = False,
+    rounding_steps: int | None = None,
     distil: bool = False,
     distil_steps: int | None = None,
     low_memory: bool = False,
@@ -81,9 +83,9 @@ def quantize(
 
     Exactly one of `preset`, `recipe` and `plan` (files) says what to do; docs/reference/quantize.md explains the rest.
     Preset "auto" chooses for each tensor, so that the least is lost within a `budget`: "4.5bpw", "6GiB", "105453920B"
-    or "fits RTX 3060 at 8k"; with `gpu`, a name of the catalogue or "cpu", from what its engine loads there. `distil`
-    trains the scales of the whole model against the 16-bit one. An output that the same job has finished is returned as
-    it is; `overwrite` replaces an artefact.
+    or "fits RTX 3060 at 8k"; with `gpu`, a name of the catalogue or "cpu", from what its engine loads there.
+    `learn_rounding` trains the codes of each block against the 16-bit block, `distil` then the scales of the whole
+    model. An output that the same job has finished is returned as it is; `overwrite` replaces an artefact.
 
     Raises RecipeError for options that cannot be carried out, CheckpointError and WeightError for a model that cannot
     be read, OutputError for an output that cannot be written.
@@ -99,7 +101,11 @@ def quantize(
     options = JobOptions(computing(device), text, keep_odd, overwrite=overwrite)
     shown = stages(progress, {"choosing": CHOOSING if preset == AUTO else 0, "writing": 1})
     chosen, options = (_mixture if preset == AUTO else _recipe)(model, settings, options, shown["choosing"])
-    chosen = _distilled(_in_sequence(chosen, sequential), distil, distil_steps)
+    chosen = replace(
+        _in_sequence(chosen, sequential),
+        rounding=_steps("learn-rounding", learn_rounding, "rounding-steps", rounding_steps, ROUNDING_STEPS),
+        distil=_steps("distil", distil, "distil-steps", distil_steps, DISTIL_STEPS),
+    )
     job = QuantizeJob(model, out, chosen, options)
     if not overwrite and (out / ARTEFACT_FILE).is_file():
         return job.finished()
@@ -151,7 +157,7 @@ class QuantizeJob:
             "the weights": self._plan.bytes,
             "hidden states of the calibration": self._calibrator.kept_bytes if self._calibrator else 0,
             "the importance matrix": importance_bytes(vectors),
-            "the state of distillation": DISTIL_BYTES * self.planned.parameters if self._recipe.distil else 0,
+            "the state of training": TRAINING_BYTES * self.planned.parameters if self._recipe.trained else 0,
             "the files beside them": files_beside(self._checkpoint),
             "the report": REPORT_BYTES,
         }
@@ -171,8 +177,15 @@ class QuantizeJob:
         reader = WeightReader(checkpoint, MappedWeights(folder), options.device)
         recipe, target, plan = self._recipe, self._target, self._plan
         measures_first = self._calibrator is not None and recipe.imatrix == AUTO
-        distilling = DISTILLING if recipe.distil else 0
-        shown = stages(progress, {"text": MEASURING if measures_first else 0, "weights": 1, "scales": distilling})
+        shown = stages(
+            progress,
+            {
+                "text": MEASURING if measures_first else 0,
+                "weights": 1,
+                "codes": ROUNDING if recipe.rounding else 0,
+                "scales": DISTILLING if recipe.distil else 0,
+            },
+        )
         both = _Progress(shown["weights"])
         walked = named(shown["text"], "calibrating") if measures_first else both.blocks
         calibration = self._calibrator.start(folder, reader.whole, walked) if self._calibrator else None
@@ -188,17 +201,25 @@ class QuantizeJob:
             identity(open_checkpoint(folder)), options.device.type, self._extra_files(), options.overwrite,
         )  # fmt: skip
         needs_blocks = recipe.needs_statistics or recipe.distilled or recipe.cache is not None
-        blocks, tuning = calibration if needs_blocks else None, self._tuning(folder, shown["scales"])
-        return write(job, target.maker(reader), blocks, both.bytes, tuning)
+        tuning = self._tuning(folder, shown["codes"], shown["scales"]) if recipe.trained else None
+        return write(job, target.maker(reader), calibration if needs_blocks else None, both.bytes, tuning)
 
-    def _tuning(self, folder: Path, progress: Progress | None) -> "Distillation | None":
-        """Returns what trains the scales of the finished shards, if that is asked for."""
-        steps, calibrator, options = self._recipe.distil, self._calibrator, self._options
-        if steps is None or calibrator is None:
-            return None
-        from quantry.quantizing.distil.tuning import Distillation  # imports transformers
+    def _tuning(self, folder: Path, codes: Progress | None, scales: Progress | None) -> "InTurn":
+        """Returns what trains the finished shards."""
+        from quantry.quantizing.calibration.text import SEED
+        from quantry.quantizing.distil.rounding import Rounding  # imports transformers
+        from quantry.quantizing.distil.tuning import Distillation, InTurn, Stage, training_type
 
-        return Distillation(self._checkpoint, folder, calibrator.text, options.device, steps, progress)
+        assert self._calibrator is not None
+        recipe, device = self._recipe, self._options.device
+        windows, source = self._calibrator.text.tokens, PlainWeights(self._checkpoint, folder)
+        common = (source, windows, device, training_type(device))
+        stages: list[Stage] = []
+        if recipe.rounding:
+            stages.append(Rounding(*common, recipe.rounding, SEED, recipe.transform is not None, codes))
+        if recipe.distil:
+            stages.append(Distillation(*common, recipe.distil, SEED, scales))
+        return InTurn(stages)
 
     def _prepared_calibration(self, recipe: Recipe) -> "Calibrator | None":
         """Loads the text of a calibrated job; others load no model and refuse the options of calibration."""
@@ -206,10 +227,13 @@ class QuantizeJob:
         if recipe.calibrated:
             from quantry.quantizing.calibration.calibrator import prepare_calibration  # imports transformers
 
-            if recipe.distil:
-                from quantry.quantizing.distil.tuning import check_distillation  # imports transformers
+            if recipe.trained:
+                from quantry.quantizing.distil.tuning import check_distillation, check_rounding  # imports transformers
 
-                check_distillation(self._target.plan, sixteen_bit(self._checkpoint).parameters, options.device)
+                if recipe.rounding:
+                    check_rounding(self._target.plan)
+                if recipe.distil:
+                    check_distillation(self._target.plan, sixteen_bit(self._checkpoint).parameters, options.device)
             return prepare_calibration(self._checkpoint, recipe, self._target.plan, options.device, options.text)
         if flags:
             raise RecipeError(f"{flags[0]} has no use: {recipe.preset.name} is not calibrated", fix=NOT_CALIBRATED)
@@ -351,15 +375,13 @@ def _in_sequence(recipe: Recipe, sequential: bool | None) -> Recipe:
     return replace(recipe, sequential=SEQUENTIAL and reason is None if sequential is None else sequential)
 
 
-def _distilled(recipe: Recipe, distil: bool, steps: int | None) -> Recipe:
-    """Sets in how many steps the scales are trained. Raises RecipeError for steps without training, or too few."""
+def _steps(flag: str, wanted: bool, option: str, steps: int | None, usual: int) -> int | None:
+    """Returns in how many steps something is trained. Raises RecipeError for steps without training, or too few."""
     if steps is not None and steps < 1:
-        raise RecipeError(f"{steps} steps train nothing", fix="give --distil-steps of 1 or more")
-    if steps is not None and not distil:
-        raise RecipeError(f"--distil-steps {steps} has no use without --distil", fix="add it, or leave this out")
-    if not distil:
-        return recipe
-    return replace(recipe, distil=DISTIL_STEPS if steps is None else steps)
+        raise RecipeError(f"{steps} steps train nothing", fix=f"give --{option} of 1 or more")
+    if steps is not None and not wanted:
+        raise RecipeError(f"--{option} {steps} has no use without --{flag}", fix="add it, or leave this out")
+    return None if not wanted else usual if steps is None else steps
 
 
 def _cache_notes(recipe: Recipe) -> tuple[str, ...]:

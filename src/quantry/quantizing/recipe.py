@@ -96,6 +96,7 @@ class Recipe:
     kv: str | None = None  # a name of KV
     sequential: bool = False  # calibrate each block on the output of the quantized blocks before it
     budget: str | None = None  # the size that the rules were chosen for, in words
+    rounding: int | None = None  # steps in which the codes of each stored block are trained
     distil: int | None = None  # steps in which the scales of the stored model are trained
 
     @property
@@ -128,8 +129,13 @@ class Recipe:
     @property
     def calibrated(self) -> bool:
         """Says if the model has to be run on some text."""
-        reads_text = self.imatrix == AUTO or self.cache is not None or self.distil is not None
+        reads_text = self.imatrix == AUTO or self.cache is not None or self.trained
         return reads_text or any(preset.calibrated for preset in self.presets)
+
+    @property
+    def trained(self) -> bool:
+        """Says if what is stored is trained."""
+        return self.rounding is not None or self.distil is not None
 
     @property
     def distilled(self) -> bool:
@@ -158,7 +164,7 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the JSON of quantry.json; drops the optional fields that are not set."""
-        optional = ("calibration", "kv", "sequential", "budget", "distil")
+        optional = ("calibration", "kv", "sequential", "budget", "rounding", "distil")
         return {key: value for key, value in asdict(self).items() if key not in optional or value}
 
 

@@ -57,6 +57,10 @@ class BlockType:
         return sum(self.width(part) for part in self.parts)
 
     @property
+    def code_bits(self) -> int:
+        return sum(part.bits for part in self.parts if isinstance(part, Plane) and part.of == "codes")
+
+    @property
     def has_mins(self) -> bool:
         return self.subs > 0 and "dmin" in self.parts
 

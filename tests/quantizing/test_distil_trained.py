@@ -10,7 +10,7 @@ from quantry.methods.fits import absmax
 from quantry.numerics import ggml
 from quantry.numerics.ggml.layout import BLOCKS
 from quantry.numerics.grids import dequantize, effective_scale, encode
-from quantry.quantizing.distil.scales import BlockScales, GridScales, check_grid
+from quantry.quantizing.distil.trained import LEARNED, TrainedBlocks, TrainedGrid, check_grid
 from quantry.types import Grid, QTensor
 
 GRIDS = {
@@ -36,7 +36,7 @@ def blocks(kind: str, seed: int = 0) -> Tensor:
     return ggml.quantize(weight, kind, None)
 
 
-def moved(scales: GridScales | BlockScales, seed: int = 1) -> None:
+def moved(scales: TrainedGrid | TrainedBlocks, seed: int = 1) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for log in scales.logs:
@@ -46,7 +46,7 @@ def moved(scales: GridScales | BlockScales, seed: int = 1) -> None:
 @pytest.mark.parametrize("name", GRIDS)
 def test_a_grid_begins_as_stored_and_ends_as_trained(name: str) -> None:
     tensor = rounded(GRIDS[name])
-    scales = GridScales(tensor)
+    scales = TrainedGrid(tensor)
     assert torch.equal(scales.weight(torch.float32), dequantize(tensor))
     moved(scales)
     trained = scales.tensor()
@@ -59,7 +59,7 @@ def test_a_grid_begins_as_stored_and_ends_as_trained(name: str) -> None:
 @pytest.mark.parametrize("name", GRIDS)
 def test_gradients_of_a_grid_are_those_of_plain_arithmetic(name: str) -> None:
     tensor = rounded(GRIDS[name])
-    scales, taught = GridScales(tensor), torch.randn(130, 192, generator=torch.Generator().manual_seed(2))
+    scales, taught = TrainedGrid(tensor), torch.randn(130, 192, generator=torch.Generator().manual_seed(2))
     (scales.weight(torch.float32) * taught).sum().backward()  # type: ignore[no-untyped-call]
     size = tensor.grid.block[0] or 130, tensor.grid.block[1] or 192
     product = (taught.double() * dequantize(tensor).double()).tolist()
@@ -75,7 +75,7 @@ def test_gradients_of_a_grid_are_those_of_plain_arithmetic(name: str) -> None:
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_blocks_begin_as_stored_and_end_as_trained(kind: str) -> None:
     data = blocks(kind)
-    scales = BlockScales(data, kind, 512)
+    scales = TrainedBlocks(data, kind, 512)
     assert torch.equal(scales.weight(torch.float32), gguf.decode(data, kind, 512))
     assert torch.equal(scales.data(), data)
     moved(scales)
@@ -88,11 +88,11 @@ def test_blocks_begin_as_stored_and_end_as_trained(kind: str) -> None:
 def test_gradients_of_blocks_are_those_of_a_small_change(kind: str) -> None:
     """The forward is linear in d and dmin, so that a doubled one tells the derivative in float64."""
     data = blocks(kind)
-    scales, taught = BlockScales(data, kind, 512), torch.randn(6, 512, generator=torch.Generator().manual_seed(2))
+    scales, taught = TrainedBlocks(data, kind, 512), torch.randn(6, 512, generator=torch.Generator().manual_seed(2))
     (scales.weight(torch.float32) * taught).sum().backward()  # type: ignore[no-untyped-call]
     before = (gguf.decode(data, kind, 512).double() * taught.double()).reshape(-1, BLOCKS[kind].size).sum(1)
     for place, name in enumerate(part for part in ("d", "dmin") if part in BLOCKS[kind].parts):
-        other = BlockScales(data, kind, 512)
+        other = TrainedBlocks(data, kind, 512)
         with torch.no_grad():
             other.logs[place] += torch.log(torch.tensor(2.0))
             after = (other.weight(torch.float32).double() * taught.double()).reshape(-1, BLOCKS[kind].size).sum(1)
@@ -108,5 +108,49 @@ def test_grids_without_scales_of_their_own_are_refused() -> None:
         (Grid("bf16", 16), "no scales"),
     ):
         with pytest.raises(RecipeError, match=words):
-            check_grid("model.layers.0.mlp.up_proj", grid)
-    check_grid("model.layers.0.mlp.up_proj", GRIDS["int4"])
+            check_grid("model.layers.0.mlp.up_proj", grid, "--distil")
+    check_grid("model.layers.0.mlp.up_proj", GRIDS["int4"], "--distil")
+
+
+@pytest.mark.parametrize("name", [name for name, grid in GRIDS.items() if grid.kind in LEARNED])
+def test_codes_of_a_grid_begin_as_stored_and_end_where_their_places_are(name: str) -> None:
+    tensor = rounded(GRIDS[name])
+    trained, original = TrainedGrid(tensor), dequantize(rounded(GRIDS[name], 5)) * 0.3 + dequantize(tensor)
+    places = trained.learn_codes(original)
+    assert torch.equal(trained.weight(torch.float32), dequantize(tensor))
+    assert torch.equal(dequantize(trained.tensor()), dequantize(tensor))
+    taught = torch.randn(130, 192, generator=torch.Generator().manual_seed(2))
+    (trained.weight(torch.float32) * taught).sum().backward()  # type: ignore[no-untyped-call]
+    scale = effective_scale(tensor.grid, tensor.params)
+    width = tensor.grid.block[1] or 192
+    torch.testing.assert_close(places.grad, taught * scale.repeat_interleave(width, 1)[:, :192])
+    moved(trained)
+    with torch.no_grad():
+        places += torch.randn(places.shape, generator=torch.Generator().manual_seed(3))
+    after = trained.tensor()
+    assert 0.2 < (after.codes != tensor.codes).float().mean() < 0.95
+    assert torch.equal(trained.weight(torch.float32), dequantize(after))
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_codes_of_blocks_begin_as_stored_and_end_where_their_places_are(kind: str) -> None:
+    data = blocks(kind)
+    trained, stored = TrainedBlocks(data, kind, 512), gguf.decode(data, kind, 512)
+    places = trained.learn_codes(stored + 0.003 * torch.randn(6, 512, generator=torch.Generator().manual_seed(5)))
+    assert torch.equal(trained.weight(torch.float32), stored)
+    assert torch.equal(trained.data(), data)
+    moved(trained)
+    with torch.no_grad():
+        places += torch.randn(places.shape, generator=torch.Generator().manual_seed(3))
+    made = trained.weight(torch.float32)
+    assert torch.equal(made, gguf.decode(trained.data(), kind, 512))
+    made.sum().backward()  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        places += 1000  # beyond all values: a larger place makes a weight larger, or smaller under a negative scale
+        largest = trained.weight(torch.float32).detach().clone()
+        places -= 2000
+        smallest = trained.weight(torch.float32).detach()
+    gradient = places.grad
+    assert gradient is not None
+    rises = (largest - smallest).view(gradient.shape)
+    assert torch.equal(gradient.sign(), rises.sign())
