@@ -229,6 +229,7 @@ class Artefact:
     kept_tensors: int
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name -> bytes, sha256; empty until written
     notes: tuple[str, ...] = ()  # what a person should know about how it was made
+    expert_tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of calibration, by block
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -57,6 +57,13 @@ def check_given(*files: Path | None) -> None:
             raise QuantryError(f"{file} does not exist", fix="check the path")
 
 
+def check_data(data: str | None) -> None:
+    """Raises QuantryError for a weight that is no number, or for a text to calibrate on that is not there."""
+    from quantry.quantizing.calibration.data import texts_of
+
+    check_given(*(text.path for text in texts_of(data)))
+
+
 def check_at_least(least: int, **numbers: float | None) -> None:
     """Raises QuantryError for the number of an option that is below `least`, or no finite number."""
     from math import isfinite

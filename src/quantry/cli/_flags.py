@@ -63,8 +63,11 @@ Windows = Annotated[int, typer.Option(help="Windows of the text to measure on, 1
 WindowLength = Annotated[int, typer.Option(help="Tokens of a window, 2 or more.")]
 Gate = Annotated[str, typer.Option(help="What the model is for, which sets the limits: {gates}.")]
 Data = Annotated[
-    Path | None,
-    typer.Option(help="Text, JSON lines, parquet or a datasets folder to calibrate on; else a built-in text."),
+    str | None,
+    typer.Option(
+        help="Text, JSON lines, parquet or a datasets folder to calibrate on, or several with weights: "
+        "chat.jsonl:3,code.txt:1; else a built-in text.",
+    ),
 ]
 Samples = Annotated[int | None, typer.Option(help="Windows to calibrate on, 1 or more; 128 if left out.")]
 SampleLength = Annotated[

@@ -66,10 +66,11 @@ def as_json(artefact: Artefact, recipe: Recipe, tensors: TensorPlan, source: str
 
     `source` is the identity of the checkpoint (models/identity.py).
     """
+    unsaid = ("path", "source", *(() if artefact.expert_tokens else ("expert_tokens",)))
     content = {
         "quantry": __version__,
         "versions": {"python": platform.python_version(), "torch": version("torch")},
-        **{key: value for key, value in artefact.to_dict().items() if key not in ("path", "source")},
+        **{key: value for key, value in artefact.to_dict().items() if key not in unsaid},
         "source": Path(artefact.source).name,
         "source_identity": source,
         "recipe": recipe.to_dict(),
@@ -98,7 +99,8 @@ def finished(planned: Artefact, recipe: Recipe, tensors: TensorPlan, source: str
     sizes = {path.name: path.stat().st_size for path in out.iterdir() if path.is_file()}
     if not files or any(sizes.get(name) != file["bytes"] for name, file in files.items()):
         raise OutputError(f"{out} exists and is damaged", fix=anew)
-    return replace(planned, files=files, notes=(*content.get("notes", ()), FINISHED))
+    experts = {block: tuple(counts) for block, counts in content.get("expert_tokens", {}).items()}
+    return replace(planned, files=files, notes=(*content.get("notes", ()), FINISHED), expert_tokens=experts)
 
 
 def _fates(tensors: TensorPlan) -> dict[str, list[str]]:

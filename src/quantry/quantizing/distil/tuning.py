@@ -78,6 +78,7 @@ class Distillation:
                 student.logs,
                 self._text.tokens,
                 SEED,
+                self._text.labels,
             )
             steps = training.limited(self._steps)
             state = training.run(
