@@ -260,6 +260,7 @@ class Proof:
     text: Mapping[str, Any]  # name, windows that were measured, windows asked for, length, positions
     compact: Mapping[str, Any]  # tokens kept of each position, and the KL that this misses
     worst_tensors: tuple[Mapping[str, Any], ...]
+    domains: tuple[Mapping[str, Any], ...] = ()  # the figures of each text, if there are several
     memory: Mapping[str, Any] | None = None  # predicted, and reported by the engine
     prompts: Mapping[str, Any] | None = None
     tasks: Mapping[str, Any] | None = None

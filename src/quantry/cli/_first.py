@@ -64,6 +64,13 @@ def check_data(data: str | None) -> None:
     check_given(*(text.path for text in texts_of(data)))
 
 
+def check_texts(texts: str | None) -> None:
+    """Raises QuantryError for a text to measure on that is not there."""
+    from quantry.quantizing.calibration.data import exists, listed
+
+    check_given(*(Path(name) for name in listed(texts, exists)) if texts is not None else ())
+
+
 def check_at_least(least: int, **numbers: float | None) -> None:
     """Raises QuantryError for the number of an option that is below `least`, or no finite number."""
     from math import isfinite

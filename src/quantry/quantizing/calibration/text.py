@@ -114,6 +114,14 @@ def load(
     )
 
 
+def document_tokens(data: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+    """Yields the tokens of each document, in the order of the file, without what comes before every window."""
+    documents = open_documents(data)
+    reader = _Reader(documents, tokenizer, prefix_of(tokenizer))
+    for start in range(0, documents.count, STEP):
+        yield from reader.tokens(range(start, min(documents.count, start + STEP)))
+
+
 def _stream(count: int, reader: "_Reader", needed: int, seed: int) -> tuple[list[int], list[int]]:
     """Returns tokens of documents in a seeded order until there are enough, and where each document ends."""
     order = list(range(count))
