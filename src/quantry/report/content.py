@@ -111,7 +111,6 @@ class Content:
     gate: str = ""
     verdict: Literal["", "pass", "fail"] = ""
     findings: tuple[Mapping[str, Any], ...] = ()  # as a proof has them: words, ok, warning, fix
-    domains: tuple[Mapping[str, Any], ...] = ()  # as a proof has them: the figures of each text
     answered: str = ""  # how many prompts were answered alike, in words
     differing: tuple[str, ...] = ()  # a line for each of the first prompts that were not
     sensitivity: BlockMap = field(default_factory=dict)  # predicted damage
@@ -123,6 +122,7 @@ class Content:
     versions: Mapping[str, str] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)  # recipe, hashes, calibration text
     engine_command: str = ""  # the same in the engine's own words
+    domains: tuple[Mapping[str, Any], ...] = ()  # as a proof has them: the figures of each text
 
     def __post_init__(self) -> None:
         for name in ("title", "model", "date", "gate", "answered", "serve", "engine_command"):

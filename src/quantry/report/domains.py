@@ -11,7 +11,8 @@ VERDICTS = {"pass": "passes", "fail": "worse"}
 
 def cells(domain: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns a domain of a proof (types.Proof as a dict); its figures are the engine's if one was measured."""
-    side = domain.get("served") if isinstance(domain.get("served"), Mapping) else domain
+    served = domain.get("served")
+    side = served if isinstance(served, Mapping) else domain
     figures = [_figure(domain if name == "reference_perplexity" else side, name) for name in STYLES]
     return str(domain.get("name", "")), *figures, VERDICTS.get(str(domain.get("verdict")), "–")
 
@@ -24,9 +25,10 @@ def markdown(domains: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"| {' | '.join(COLUMNS)} |", "|---" + "|--:" * (len(COLUMNS) - 1) + "|", *lines]
 
 
-def _figure(side: Any, name: str) -> str:
-    style = STYLES[name]
-    bounds: Sequence[Any] = (side.get("intervals") or {}).get(name) or ()
+def _figure(side: Mapping[str, Any], name: str) -> str:
+    style, spans = STYLES[name], side.get("intervals")
+    span = spans.get(name) if isinstance(spans, Mapping) else None
+    bounds: Sequence[Any] = span if isinstance(span, list | tuple) else ()
     reach = (
         f" ({bounds[0]:{style}} to {bounds[1]:{style}})" if len(bounds) == 2 and all(map(_is_number, bounds)) else ""
     )
