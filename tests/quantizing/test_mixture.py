@@ -20,12 +20,14 @@ from quantry.blockwise.walk import Walk
 from quantry.errors import QuantryError
 from quantry.models.reader import demo_folder
 from quantry.models.tokenizer import load_tokenizer
+from quantry.quantizing.calibration import distillation
 from quantry.quantizing.calibration.advice import advise
 from quantry.quantizing.calibration.data import texts_of
 from quantry.quantizing.calibration.distillation import Lesson, Student, distil
 from quantry.quantizing.calibration.held_out import held_out
 from quantry.quantizing.calibration.mixture import divide, interleave, load_data
 from quantry.quantizing.calibration.text import load
+from quantry.quantizing.distil import training
 from quantry.quantizing.distil.training import Training
 from quantry.types import Grid, Scheme
 from shared import TinyModel
@@ -274,3 +276,34 @@ def test_distillation_holds_out_some_of_every_text(tiny: TinyModel, monkeypatch:
         block = next(blocks)
         distil(block, {f"{block.name}.mlp.up_proj": Scheme(Grid("int", 4, (1, 16)))}, steps=14, labels=known)
         assert held[-1] == found
+
+
+@pytest.mark.usefixtures("exact_store")
+@pytest.mark.parametrize("how", [{"preset": "w8a8-zeroquant"}, {"preset": "w4a16", "group": 32, "distil": True}])
+def test_jobs_that_train_know_the_texts(
+    how: dict[str, Any], tiny: TinyModel, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[int]] = []
+
+    def watched(labels: Sequence[int], every: int) -> list[int]:
+        seen.append(list(labels))
+        return held_out(labels, every)
+
+    for module in (distillation, training):
+        monkeypatch.setattr(module, "held_out", watched)
+    data = {str(texts / "code.txt"): 3, str(demo_folder() / "README.md"): 1}
+    steps = {"distil_steps": 1} if "distil" in how else {}
+    quantry.quantize(tiny("LlamaForCausalLM"), tmp_path / "out", data=data, samples=8, length=64, **how, **steps)
+    assert seen
+    assert all(labels == interleave([6, 2]) for labels in seen)
+
+
+def test_sensitivity_and_sweep_take_the_same(tiny: TinyModel, texts: Path, tmp_path: Path) -> None:
+    data, model = {str(texts / "code.txt"): 3, str(demo_folder() / "README.md"): 1}, tiny("LlamaForCausalLM")
+    text = quantry.sensitivity(model, grids=["Q4_0"], data=data, samples=4, length=32).text
+    found = [(part["name"], part["weight"], part["samples"]) for part in text["texts"]]
+    assert found == [("code.txt", 3.0, 3), ("README.md", 1.0, 1)]
+    how: dict[str, Any] = {"windows": 1, "verify_length": 32, "samples": 4, "length": 32}
+    quantry.sweep(model, tmp_path / "out", presets="gguf-q4_0:rounder=gptq", data=data, **how)
+    record = next((tmp_path / "out").glob("*/quantry.json"))
+    assert json.loads(record.read_text())["recipe"]["calibration"]["data"] == "code.txt:3,README.md:1"
