@@ -120,7 +120,8 @@ def test_little_time_still_measures_each_text(cache: Path, artefact: Path) -> No
 
 def test_texts_that_are_named(cache: Path, tmp_path: Path) -> None:
     chat, code = cache / "chat.jsonl", cache / "code, own.txt"
-    for given in (f"{chat},{code}", [chat, str(code)], (str(chat), code)):
+    lists: tuple[Any, ...] = (f"{chat},{code}", [chat, str(code)], (str(chat), code))
+    for given in lists:
         assert [text.file for text in load_texts(given)] == [chat, code]
     assert [text.file for text in load_texts(str(code))] == [code]
     shutil.copy(chat, tmp_path / "chat.jsonl")

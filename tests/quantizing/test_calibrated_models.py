@@ -118,7 +118,8 @@ def test_tokens_of_every_expert_by_its_router(
     source = model(MOE)
     artefact = quantry.quantize(source, tmp_path / "out", preset="gguf-q4_0", **how, **TEXT)
     loaded = Qwen3MoeForCausalLM.from_pretrained(source, dtype=torch.float32, experts_implementation="eager").eval()
-    seen, tokens = inputs_of(loaded, windows(source, **TEXT)), TEXT["samples"] * TEXT["length"]
+    seen = inputs_of(loaded, [list(window) for window in windows(source, **TEXT)])
+    tokens = TEXT["samples"] * TEXT["length"]
     wanted = {}
     for layer, block in enumerate(loaded.model.layers):
         logits = seen[f"model.layers.{layer}.mlp.gate"] @ block.mlp.gate.weight.detach().double().T
@@ -140,7 +141,7 @@ def test_tokens_of_every_expert_by_its_router(
 
 def test_experts_without_a_token_are_counted(tiny: TinyModel, tmp_path: Path) -> None:
     source = tiny(MOE, num_experts=32)
-    few = {"samples": 1, "length": 16}
+    few: dict[str, Any] = {"samples": 1, "length": 16}
     artefact = quantry.quantize(source, tmp_path / "out", preset="gguf-q4_0", rounder="gptq", **few)
     without = sum(counts.count(0) for counts in artefact.expert_tokens.values())
     assert without > 0

@@ -292,7 +292,7 @@ def test_jobs_that_train_know_the_texts(
     for module in (distillation, training):
         monkeypatch.setattr(module, "held_out", watched)
     data = {str(texts / "code.txt"): 3, str(demo_folder() / "README.md"): 1}
-    steps = {"distil_steps": 1} if "distil" in how else {}
+    steps: dict[str, Any] = {"distil_steps": 1} if "distil" in how else {}
     quantry.quantize(tiny("LlamaForCausalLM"), tmp_path / "out", data=data, samples=8, length=64, **how, **steps)
     assert seen
     assert all(labels == interleave([6, 2]) for labels in seen)
