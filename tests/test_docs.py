@@ -160,7 +160,9 @@ def write_data(page: str) -> None:
     stories = (ROOT / "src/quantry/demo/held-out.txt").read_text(encoding="utf-8")
     chat = {"messages": [{"role": "user", "content": "Tell me a story."}, {"role": "assistant", "content": stories}]}
     Path("my-chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 8, encoding="utf-8")
-    Path("held-out.txt").write_text(stories, encoding="utf-8")
+    Path("held-out-chats.jsonl").write_text(f"{json.dumps(chat)}\n", encoding="utf-8")
+    for text in ("held-out.txt", "my-code.txt"):
+        Path(text).write_text(stories, encoding="utf-8")
     Path("eval").mkdir()
     Path("eval/text.txt").write_text(stories, encoding="utf-8")
     prompt = {"prompt": "What color is the sky?", "answer": "blue"}

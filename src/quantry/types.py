@@ -229,6 +229,7 @@ class Artefact:
     kept_tensors: int
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # name -> bytes, sha256; empty until written
     notes: tuple[str, ...] = ()  # what a person should know about how it was made
+    expert_tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of calibration, by block
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -259,6 +260,7 @@ class Proof:
     text: Mapping[str, Any]  # name, windows that were measured, windows asked for, length, positions
     compact: Mapping[str, Any]  # tokens kept of each position, and the KL that this misses
     worst_tensors: tuple[Mapping[str, Any], ...]
+    domains: tuple[Mapping[str, Any], ...] = ()  # the figures of each text, if there are several
     memory: Mapping[str, Any] | None = None  # predicted, and reported by the engine
     prompts: Mapping[str, Any] | None = None
     tasks: Mapping[str, Any] | None = None

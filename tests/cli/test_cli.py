@@ -59,8 +59,8 @@ def test_flags_are_frozen() -> None:
         "presets": ["--json"],
         "quantize": [
             "--budget", "--data", "--device", "--distil", "--distil-steps", "--dry-run", "--format", "--gpu", "--group", "--imatrix",
-            "--input-scales", "--json", "--keep-odd", "--kv", "--length", "--low-memory", "--output", "--overwrite", "--plan", "--preset", "--recipe", "--report",
-            "--rounder", "--samples", "--sequential", "--transform", "-o", "model",
+            "--input-scales", "--json", "--keep-odd", "--kv", "--learn-rounding", "--length", "--low-memory", "--output", "--overwrite", "--plan", "--preset", "--recipe", "--report",
+            "--rounder", "--rounding-steps", "--samples", "--sequential", "--transform", "-o", "model",
         ],
         "run": [
             "--ask", "--budget", "--context", "--device", "--engine", "--engine-python", "--for", "--gpu", "--json", "--output",

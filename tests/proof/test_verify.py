@@ -134,7 +134,7 @@ def test_json_names_are_frozen(proven: Callable[[str], Proof]) -> None:
     proof = json.loads(json.dumps(proven("gguf-q4_k_m").to_dict()))
     assert set(proof) == {
         "artefact", "reference", "gate", "verdict", "kl", "kl_median", "kl_p99", "top1", "perplexity",
-        "reference_perplexity", "noise_floor", "served", "intervals", "findings", "text", "compact", "worst_tensors", "memory",
+        "reference_perplexity", "noise_floor", "served", "intervals", "findings", "text", "compact", "worst_tensors", "domains", "memory",
         "prompts", "tasks", "notes", "recorded",
     }  # fmt: skip
     assert set(proof["served"]) == {

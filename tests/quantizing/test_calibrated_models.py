@@ -1,8 +1,10 @@
 """Calibrated jobs on every architecture and on mixtures of experts, layer by layer."""
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from quantry.models.weights import PlainWeights
 from quantry.numerics import ggml
 from quantry.quantizing.calibration.text import load
 from quantry.quantizing.sources import open_source
+from shared import TinyModel
 from tiny_models import ARCHITECTURES, write_model
 
 pytestmark = pytest.mark.usefixtures("exact_store")
@@ -103,6 +106,49 @@ def test_gguf_of_experts_by_hand(model: Callable[[str], Path], tmp_path: Path) -
     assert divergence(right, ours) < divergence(right, nearest)
     short = [group for layer in range(2) for group in seen.observed(layer).by_module()[1]]
     assert len(short) == sum(int(note.split()[0]) for note in artefact.notes if "have fewer than 256 tokens" in note)
+
+
+@pytest.mark.parametrize("how", [{"rounder": "gptq"}, {"imatrix": "auto"}, {"rounder": "gptq", "sequential": True}])
+def test_tokens_of_every_expert_by_its_router(
+    how: dict[str, Any], model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A token counts for each of the two experts with the largest logits of the router."""
+    from transformers import Qwen3MoeForCausalLM
+
+    source = model(MOE)
+    artefact = quantry.quantize(source, tmp_path / "out", preset="gguf-q4_0", **how, **TEXT)
+    loaded = Qwen3MoeForCausalLM.from_pretrained(source, dtype=torch.float32, experts_implementation="eager").eval()
+    seen = inputs_of(loaded, [list(window) for window in windows(source, **TEXT)])
+    tokens = TEXT["samples"] * TEXT["length"]
+    wanted = {}
+    for layer, block in enumerate(loaded.model.layers):
+        logits = seen[f"model.layers.{layer}.mlp.gate"] @ block.mlp.gate.weight.detach().double().T
+        wanted[str(layer)] = tuple(logits.topk(2).indices.flatten().bincount(minlength=4).tolist())
+    assert [sum(counts) for counts in artefact.expert_tokens.values()] == [2 * tokens, 2 * tokens]
+    if "sequential" in how:  # the second block reads what the first one gives as stored
+        assert artefact.expert_tokens["0"] == wanted["0"]
+        return
+    assert artefact.expert_tokens == wanted
+    content = json.loads((tmp_path / "out" / "quantry.json").read_text())
+    assert content["expert_tokens"] == {block: list(counts) for block, counts in wanted.items()}
+    ranges = [f"{block}: {min(c)} / {median(c):.0f} / {max(c)}" for block, c in wanted.items()]
+    said = f"Tokens per expert (fewest / median / most) by block: {'; '.join(ranges)}."
+    assert said in artefact.notes
+    assert said in (tmp_path / "out" / "README.md").read_text()
+    again = quantry.quantize(source, tmp_path / "out", preset="gguf-q4_0", **how, **TEXT)
+    assert again.expert_tokens == artefact.expert_tokens
+
+
+def test_experts_without_a_token_are_counted(tiny: TinyModel, tmp_path: Path) -> None:
+    source = tiny(MOE, num_experts=32)
+    few: dict[str, Any] = {"samples": 1, "length": 16}
+    artefact = quantry.quantize(source, tmp_path / "out", preset="gguf-q4_0", rounder="gptq", **few)
+    without = sum(counts.count(0) for counts in artefact.expert_tokens.values())
+    assert without > 0
+    assert any(note.startswith(f"{without} of 64 experts got no token: ") for note in artefact.notes)
+    dense = quantry.quantize(tiny("LlamaForCausalLM"), tmp_path / "dense", preset="gguf-q4_0", rounder="gptq", **few)
+    assert not dense.expert_tokens
+    assert "expert_tokens" not in json.loads((tmp_path / "dense" / "quantry.json").read_text())
 
 
 def test_importance_of_experts_by_plain_loops(model: Callable[[str], Path], tmp_path: Path) -> None:

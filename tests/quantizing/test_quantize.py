@@ -366,7 +366,7 @@ def test_command(llama: Path, tmp_path: Path) -> None:
     artefact = json.loads(done.stdout)
     assert set(artefact) == {
         "source", "path", "preset", "format", "parameters", "source_bytes", "bytes", "bits_per_weight",
-        "quantized_layers", "kept_tensors", "files", "notes",
+        "quantized_layers", "kept_tensors", "files", "notes", "expert_tokens",
     }  # fmt: skip
     dry = run("quantize", str(llama), "-o", str(tmp_path / "dry"), "--preset", "w4a16", "--dry-run")
     assert dry.returncode == 0

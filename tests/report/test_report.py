@@ -82,6 +82,10 @@ def a_sweep() -> Content:
             {"name": "top1", "ok": False, "words": "78 % is below 80 %", "fix": "use more bits"},
             {"name": "tail", "ok": False, "warning": True, "words": "the tail is long"},
         ),
+        domains=(
+            {"name": "chat.jsonl", "verdict": "pass", "kl": 0.03, "top1": 0.9, "intervals": {"kl": [0.02, 0.04]}},
+            {"name": "code.txt", "verdict": "fail", "kl": 0.2, "served": {"kl": 0.21, "intervals": {}}},
+        ),
         answered="67% of 3 prompts answered alike",
         differing=("sky: 'blue', in 16 bit 'It is blue.'",),
         sensitivity=a_map(BLOCKS, 1, 1e-4),
@@ -111,6 +115,7 @@ def an_evil_one() -> Content:
         EVIL, EVIL, EVIL, (row, replace(row, bytes=5, kl=0.2, peer=True, chosen=False)), 0.01, 2.0, EVIL, "pass",
         ({"words": EVIL, "ok": False, "fix": EVIL},), EVIL, (EVIL,), {EVIL: {EVIL: 1.0}}, {EVIL: {EVIL: 1.0}}, {EVIL: {EVIL: 1.0}},
         Memory({EVIL: 5}, {EVIL: 6}, 7, EVIL), EVIL, (EVIL,), {EVIL: EVIL}, {EVIL: [EVIL, {EVIL: EVIL}]},
+        domains=({"name": EVIL, "verdict": EVIL, "kl": EVIL, "intervals": EVIL, "served": EVIL},),
     )  # fmt: skip
 
 

@@ -57,6 +57,20 @@ def check_given(*files: Path | None) -> None:
             raise QuantryError(f"{file} does not exist", fix="check the path")
 
 
+def check_data(data: str | None) -> None:
+    """Raises QuantryError for a weight that is no number, or for a text to calibrate on that is not there."""
+    from quantry.quantizing.calibration.data import texts_of
+
+    check_given(*(text.path for text in texts_of(data)))
+
+
+def check_texts(texts: str | None) -> None:
+    """Raises QuantryError for a text to measure on that is not there."""
+    from quantry.quantizing.calibration.data import exists, listed
+
+    check_given(*(Path(name) for name in listed(texts, exists)) if texts is not None else ())
+
+
 def check_at_least(least: int, **numbers: float | None) -> None:
     """Raises QuantryError for the number of an option that is below `least`, or no finite number."""
     from math import isfinite

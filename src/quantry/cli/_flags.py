@@ -59,12 +59,21 @@ Checkpoint = Annotated[str, typer.Argument(help="A folder, a hub id (owner/name)
 NewFolder = Annotated[Path, typer.Option("-o", "--output", help="The folder to write; new, empty, or of the same job.")]
 Use = Annotated[str | None, typer.Option("--for", help="What the model is for: {uses}.")]
 Text = Annotated[Path | None, typer.Option(help="A text file to measure on; else the stories of the demo.")]
-Windows = Annotated[int, typer.Option(help="Windows of the text to measure on, 1 or more; 0 for all.")]
+Texts = Annotated[
+    str | None,
+    typer.Option(
+        help="A text file or JSON lines to measure on, or several with commas between; else the stories of the demo."
+    ),
+]
+Windows = Annotated[int, typer.Option(help="Windows of a text to measure on, 1 or more; 0 for all.")]
 WindowLength = Annotated[int, typer.Option(help="Tokens of a window, 2 or more.")]
 Gate = Annotated[str, typer.Option(help="What the model is for, which sets the limits: {gates}.")]
 Data = Annotated[
-    Path | None,
-    typer.Option(help="Text, JSON lines, parquet or a datasets folder to calibrate on; else a built-in text."),
+    str | None,
+    typer.Option(
+        help="Text, JSON lines, parquet or a datasets folder to calibrate on, or several with weights: "
+        "chat.jsonl:3,code.txt:1; else a built-in text.",
+    ),
 ]
 Samples = Annotated[int | None, typer.Option(help="Windows to calibrate on, 1 or more; 128 if left out.")]
 SampleLength = Annotated[

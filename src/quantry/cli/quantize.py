@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantry.cli import _flags as flags
-from quantry.cli._first import check_calibration, check_given, check_models, check_recipe
+from quantry.cli._first import check_calibration, check_data, check_given, check_models, check_recipe
 from quantry.cli._output import announce, finish, progress_bar, write_report
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ GROUP = "make"
 EXAMPLES = (
     "quantry quantize demo -o out --preset Q4_K_M",
     "quantry quantize ./my-model -o out --preset awq --data chats.jsonl",
+    "quantry quantize ./my-model -o out --preset gptq --data chats.jsonl:3,code.txt:1",
     "quantry quantize ./my-model -o out --preset auto --budget 6GiB",
 )
 Preset = Annotated[str | None, typer.Option(help="A name of `quantry presets`, or auto with --budget.")]
@@ -99,7 +100,8 @@ def command(
         kv=kv,
     )  # fmt: skip
     check_calibration(samples, length)
-    check_given(recipe, plan, data)
+    check_given(recipe, plan)
+    check_data(data)
     check_models(model)
     from quantry.jobs.quantize import quantize
     from quantry.quantizing.card import FINISHED

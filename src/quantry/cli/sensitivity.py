@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantry.cli import _flags as flags
-from quantry.cli._first import check_calibration, check_given, check_models
+from quantry.cli._first import check_calibration, check_data, check_models
 from quantry.cli._output import print_result, progress_bar, table
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def command(
 ) -> None:
     """Predict what each layer would lose in each type it can be stored in, the worst first."""
     check_calibration(samples, length)
-    check_given(data)
+    check_data(data)
     check_models(model)
     from quantry.jobs.auto.sensitivity import sensitivity
 

@@ -8,6 +8,7 @@ import typer
 from quantry.cli import _flags as flags
 from quantry.cli._first import (
     check_calibration,
+    check_data,
     check_gate,
     check_given,
     check_models,
@@ -68,7 +69,8 @@ def command(
     check_scoring_engine(engine)
     check_calibration(samples, length)
     check_windows(windows, verify_length=verify_length)
-    check_given(text, data)
+    check_given(text)
+    check_data(data)
     check_models(model)
     from quantry.jobs.sweep.sweep import sweep
 

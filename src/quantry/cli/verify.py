@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantry.cli import _flags as flags
+from quantry.cli._domains import domain_table
 from quantry.cli._first import (
     check_at_least,
     check_gate,
@@ -13,6 +14,7 @@ from quantry.cli._first import (
     check_origin,
     check_present,
     check_scoring_engine,
+    check_texts,
     check_windows,
 )
 from quantry.cli._next import tell_next
@@ -31,6 +33,7 @@ GROUP = "prove"
 EXAMPLES = (
     "quantry verify out",
     "quantry verify out --reference owner/name --gate accuracy-critical --engine vllm",
+    "quantry verify out --text chats.jsonl,code.txt",
     "quantry verify out --max-kl 0.05 --min-top1 0.9 --junit verify.xml",
 )
 Quantized = Annotated[str, typer.Argument(help="A quantized folder or .gguf file.")]
@@ -71,7 +74,7 @@ MaxTokens = Annotated[int, typer.Option(help="Tokens of an answer to a prompt, 1
 def command(
     artefact: Quantized,
     reference: Reference = None,
-    text: flags.Text = None,
+    text: flags.Texts = None,
     prompts: Prompts = None,
     tasks: Tasks = None,
     limit: Limit = None,
@@ -101,7 +104,8 @@ def command(
     check_scoring_engine(engine)
     check_windows(windows, length=length)
     check_at_least(1, limit=limit, max_tokens=max_tokens)
-    check_given(text, prompts)
+    check_texts(text)
+    check_given(prompts)
     check_present(artefact, reference)
     check_origin(artefact, reference, "with --reference")
     check_files(file for file in (junit, markdown) if file)
@@ -163,6 +167,7 @@ def picture(proof: "Proof") -> list["RenderableType"]:
         Text(f"{proof.artefact} against {proof.reference}", "bold"),
         Text(measured, "dim"),
         figures,
+        *domain_table(proof),
         *_answers(proof),
         "",
         *(_failed(finding) for finding in proof.findings if not finding["ok"]),

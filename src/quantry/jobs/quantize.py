@@ -18,6 +18,7 @@ from quantry.models.weights import MappedWeights, PlainWeights
 from quantry.models.workspace import check_room, check_target, recover
 from quantry.numerics.device import device as computing
 from quantry.quantizing import card
+from quantry.quantizing.calibration.data import Data
 from quantry.quantizing.calibration.options import CalibrationOptions
 from quantry.quantizing.containers.folder import files_beside
 from quantry.quantizing.lacks import lacks
@@ -62,7 +63,7 @@ def quantize(
     imatrix: str | Path | None = None,
     input_scales: str | None = None,
     kv: str | None = None,
-    data: str | Path | None = None,
+    data: Data = None,
     samples: int | None = None,
     length: int | None = None,
     sequential: bool | None = None,
@@ -83,9 +84,10 @@ def quantize(
 
     Exactly one of `preset`, `recipe` and `plan` (files) says what to do; docs/reference/quantize.md explains the rest.
     Preset "auto" chooses for each tensor, so that the least is lost within a `budget`: "4.5bpw", "6GiB", "105453920B"
-    or "fits RTX 3060 at 8k"; with `gpu`, a name of the catalogue or "cpu", from what its engine loads there.
-    `learn_rounding` trains the codes of each block against the 16-bit block, `distil` then the scales of the whole
-    model. An output that the same job has finished is returned as it is; `overwrite` replaces an artefact.
+    or "fits RTX 3060 at 8k"; with `gpu`, a name of the catalogue or "cpu", from what its engine loads there. `data` is
+    a path, or several with weights: "chat.jsonl:3,code.txt:1", a list of these or {"chat.jsonl": 3}. `learn_rounding`
+    trains the codes of each block against the 16-bit block, `distil` then the scales of the whole model. An output that
+    the same job has finished is returned as it is; `overwrite` replaces an artefact.
 
     Raises RecipeError for options that cannot be carried out, CheckpointError and WeightError for a model that cannot
     be read, OutputError for an output that cannot be written.
@@ -196,11 +198,15 @@ class QuantizeJob:
             target = GgufTarget(checkpoint, recipe, vectors, file)
             plan = target.plan
         container = target.container(folder)
+        needs_blocks = recipe.needs_statistics or recipe.distilled or recipe.cache is not None
+        planned = self.planned
+        if calibration and measures_first and not needs_blocks:
+            notes, experts = calibration.notes(), calibration.expert_tokens()
+            planned = replace(planned, notes=(*planned.notes, *notes), expert_tokens=experts)
         job = WriteJob(
-            checkpoint, folder, recipe, plan, self.planned, container, shard_bytes or container.shard_bytes,
+            checkpoint, folder, recipe, plan, planned, container, shard_bytes or container.shard_bytes,
             identity(open_checkpoint(folder)), options.device.type, self._extra_files(), options.overwrite,
         )  # fmt: skip
-        needs_blocks = recipe.needs_statistics or recipe.distilled or recipe.cache is not None
         tuning = self._tuning(folder, shown["codes"], shown["scales"]) if recipe.trained else None
         return write(job, target.maker(reader), calibration if needs_blocks else None, both.bytes, tuning)
 
@@ -211,14 +217,13 @@ class QuantizeJob:
         from quantry.quantizing.distil.tuning import Distillation, InTurn, Stage, training_type
 
         assert self._calibrator is not None
-        recipe, device = self._recipe, self._options.device
-        windows, source = self._calibrator.text.tokens, PlainWeights(self._checkpoint, folder)
-        common = (source, windows, device, training_type(device))
+        recipe, device, text = self._recipe, self._options.device, self._calibrator.text
+        common = (PlainWeights(self._checkpoint, folder), text.tokens, device, training_type(device))
         stages: list[Stage] = []
         if recipe.rounding:
             stages.append(Rounding(*common, recipe.rounding, SEED, recipe.transform is not None, codes))
         if recipe.distil:
-            stages.append(Distillation(*common, recipe.distil, SEED, scales))
+            stages.append(Distillation(*common, recipe.distil, SEED, text.labels, scales))
         return InTurn(stages)
 
     def _prepared_calibration(self, recipe: Recipe) -> "Calibrator | None":

@@ -10,7 +10,7 @@ from quantry.models.reader import local_folder
 from quantry.proof.gate import own_limits
 from quantry.proof.prove import VerifyOptions, prove
 from quantry.proof.tasks.judge import JudgeEndpoint
-from quantry.proof.text import check_time
+from quantry.proof.text import Texts, check_time
 from quantry.quantizing.origin import origin_of
 from quantry.types import Progress, Proof
 
@@ -19,7 +19,7 @@ def verify(
     artefact: str | Path,
     *,
     reference: str | Path | None = None,
-    text: str | Path | None = None,
+    text: Texts = None,
     prompts: str | Path | None = None,
     tasks: str | None = None,
     limit: int | None = None,
@@ -45,7 +45,8 @@ def verify(
     """Measures what `artefact` lost compared with `reference`, and records the verdict in its card and quantry.json.
 
     Without a `reference` it is the 16-bit model that the artefact's quantry.json names. `text` (None: a text of the
-    package) is cut into `windows` of `length` tokens; 0 are all there are. With a `proof_time` in seconds, fewer are
+    package) is cut into `windows` of `length` tokens; 0 are all there are. Several texts (a list, or with commas
+    between) give as many windows each, and `domains` has the figures of each. With a `proof_time` in seconds, fewer are
     measured where they do not fit into it, or where 8 or more leave no doubt about the verdict. `prompts` is a file of
     JSON lines, `tasks` names tasks of lm-evaluation-harness with commas between, the first `limit` questions of each;
     `judge` is the address of a third model. `max_kl`, `min_top1` and `max_perplexity_ratio` replace the limits of the

@@ -84,6 +84,15 @@ class Measurements:
         known = [(part.reference, part.served.scores, part.text) for part in self.parts if part.served]
         return _summarize(known) if known else None
 
+    def figures_of(self, labels: Sequence[int], label: int) -> tuple[Divergence, Divergence | None]:
+        """Returns the figures of the windows with one of the `labels` of all: decoded, and served if they were."""
+        places, chosen = iter(labels), list[tuple[Part, list[int]]]()
+        for part in self.parts:
+            chosen.append((part, [index for index in part.text if next(places) == label]))
+        decoded = _summarize([(part.reference, part.decoded.scores, windows) for part, windows in chosen])
+        known = [(part.reference, part.served.scores, windows) for part, windows in chosen if part.served]
+        return decoded, _summarize(known) if known else None
+
     @cached_property
     def gap(self) -> Gap | None:
         """The engine against the bytes that it loaded."""
@@ -128,7 +137,7 @@ def serve(
     return scoring_engine(engine, python).score(artefact.path, reference.windows, ids, progress=progress)
 
 
-def _summarize(measured: Sequence[tuple[Reference, Sequence[Scores], range]]) -> Divergence:
+def _summarize(measured: Sequence[tuple[Reference, Sequence[Scores], Sequence[int]]]) -> Divergence:
     """Returns the figures of some windows of each reference."""
     return divergence.summary(
         (reference.top_k(index) for reference, _, windows in measured for index in windows),

@@ -4,7 +4,7 @@ The cheapest comes first: files, vocabulary, tokenizer and template, then the we
 in the 16-bit model (once, it is cached), in the artefact decoded from its bytes, and in the engine that serves it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,8 @@ from quantry.planning.memory.footprint import footprint
 from quantry.proof import gate as gates
 from quantry.proof import measure, tensor_errors
 from quantry.proof.checks import START, Check, checks
-from quantry.proof.gate import Finding, Number
+from quantry.proof.domains import FIGURES, Domains, Judge, gated
+from quantry.proof.gate import Number
 from quantry.proof.measure import Decoded, Measurements, Part
 from quantry.proof.parts import ENOUGH, FIRST, Measure, measure_parts
 from quantry.proof.questions import (
@@ -40,7 +41,7 @@ from quantry.proof.served.contract import Served
 from quantry.proof.served.engines import scoring_engine
 from quantry.proof.tasks.judge import JudgeEndpoint
 from quantry.proof.tensor_errors import TensorError
-from quantry.proof.text import TextFile, Window, fitting_length, load_text
+from quantry.proof.text import TextFile, Texts, Window, fitting_length, load_texts, names_of
 from quantry.proof.text import windows as cut
 from quantry.proof.unchanged import unchanged
 from quantry.quantizing.artefact_file import read_artefact_file
@@ -51,8 +52,6 @@ from quantry.report.stages import named, of_all, stages
 from quantry.storage import ARTEFACT_FILE
 from quantry.types import Progress, Proof, Workload
 
-FIGURES = ("kl", "kl_median", "kl_p99", "top1", "perplexity")
-GATED = ("kl", "top1", "perplexity_ratio")
 FATAL = ("finished", "vocabulary")  # checks without which nothing can be measured
 LAST = "chat-template"  # of the checks, if all could be made
 SHOWN = 5  # tensors with the largest error
@@ -63,7 +62,7 @@ COSTS, ENGINE_COST = {"reference": 5.0, "decoded": 4.0}, 2.0  # about how the ti
 class VerifyOptions:
     """The options of `verify`."""
 
-    text: str | Path | None
+    text: Texts
     prompts: Path | None
     tasks: str | None
     limit: int | None
@@ -115,14 +114,14 @@ def prove(artefact: str, reference: str, options: VerifyOptions, progress: Progr
 def _prove(artefact: str, reference: str, options: VerifyOptions, progress: Progress | None) -> Proof:
     started, questions = monotonic(), options.questions()
     gates.check_use(options.gate)
-    text = load_text(options.text)
+    texts = load_texts(options.text)
     options.check_engine(artefact)
     original = open_source(reference)
-    cuts = _Cuts.of(text, options, original)
-    checked = _check_measurable(reference, artefact, text.start(START))
+    cuts = _Cuts.of(texts, options, original)
+    checked = _check_measurable(reference, artefact, "".join(text.start(START // len(texts)) for text in texts))
     quantized = open_source(artefact, options.device)
     if (context_length(quantized.config) or cuts.length) < cuts.length:
-        cuts = _Cuts.of(text, options, original, quantized)
+        cuts = _Cuts.of(texts, options, original, quantized)
     shown = stages(progress, {"weights": tensor_errors.COST, "windows": 1})
     models = _Models(original, quantized, options.engine_for(quantized.format), options, progress, shown["windows"])
 
@@ -135,14 +134,15 @@ def _prove(artefact: str, reference: str, options: VerifyOptions, progress: Prog
         options.seconds,
         models.measuring(cuts, base.windows, started),
         lambda parts: _is_decided(judge, parts),
-        first=ENOUGH if models.starts_engine else FIRST,
+        first=max(len(texts), ENOUGH if models.starts_engine else FIRST),  # a window of each text
         started=started,
     )
     answered = models.ask_quantized(questions, chats=base.chats)
     prompts = _prompt_report(questions, base, answered, measured, progress)
 
     judged = map(asdict, judge(_numbers(measured, prompts)))
-    findings = [*({**asdict(check), "warning": False} for check in checked), *_suspects(errors), *judged]
+    domains, told = cuts.domains.judged(measured, judge)
+    findings = [*({**asdict(check), "warning": False} for check in checked), *_suspects(errors), *judged, *told]
     return Proof(
         artefact=artefact,
         reference=reference,
@@ -151,6 +151,7 @@ def _prove(artefact: str, reference: str, options: VerifyOptions, progress: Prog
         **_figures(measured),
         findings=tuple(findings),
         text=cuts.facts(measured),
+        domains=tuple(domains),
         worst_tensors=tuple(asdict(tensor) for tensor in sorted(errors, key=lambda tensor: -tensor.error)[:SHOWN]),
         memory=_memory(original, recorded, models.engine, measured),
         prompts=prompts,
@@ -161,23 +162,29 @@ def _prove(artefact: str, reference: str, options: VerifyOptions, progress: Prog
 
 @dataclass(frozen=True, slots=True)
 class _Cuts:
-    """The windows of a text that are measured."""
+    """The windows that are measured, of one text or of several in turn."""
 
-    name: str
+    domains: Domains
     length: int
     windows: list[Window]
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, text: TextFile, options: VerifyOptions, original: ModelSource, *others: ModelSource) -> "_Cuts":
-        """Cuts a text with the original's tokenizer into windows that fit the context of all models."""
+    def of(
+        cls, texts: Sequence[TextFile], options: VerifyOptions, original: ModelSource, *others: ModelSource
+    ) -> "_Cuts":
+        """Cuts texts with the original's tokenizer into windows that fit the context of all models."""
         length, notes = fitting_length(options.length, *(source.config for source in (original, *others)))
-        return cls(text.name, length, cut(text, tokenizer(original), length, options.windows or None), notes)
+        words = tokenizer(original)
+        each = [cut(text, words, length, options.windows or None) for text in texts]
+        order = sorted((place, text) for text, own in enumerate(each) for place in range(len(own)))
+        domains = Domains(names_of(texts), tuple(text for _, text in order))
+        return cls(domains, length, [each[text][place] for place, text in order], notes)
 
     def facts(self, measured: Measurements) -> dict[str, Any]:
         """Returns what was measured of the text."""
         counts = {"windows": measured.text_windows, "asked": len(self.windows), "length": self.length}
-        return {"name": self.name, **counts, "positions": measured.decoded_figures.positions}
+        return {"name": ", ".join(self.domains.names), **counts, "positions": measured.decoded_figures.positions}
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,17 +276,16 @@ def _suspects(errors: Sequence[TensorError]) -> list[dict[str, Any]]:
 
 def _numbers(measured: Measurements, prompt_report: Mapping[str, Any] | None) -> dict[str, Number]:
     """Returns the numbers that the gate judges: those of the decoded bytes, and those of the engine if there is one."""
-    numbers: dict[str, Number] = {name: getattr(measured.decoded_figures, name) for name in GATED}
-    numbers["noise_floor"] = measured.reference.noise_floor
+    numbers = {**gated(measured.decoded_figures), "noise_floor": measured.reference.noise_floor}
     if measured.served_figures and measured.gap:
-        numbers |= {f"served.{name}": getattr(measured.served_figures, name) for name in GATED}
+        numbers |= gated(measured.served_figures, gates.SERVED)
         numbers["served_top1"] = measured.gap.top1
     if prompt_report:
         numbers["agreement"] = prompt_report["agreement"]["value"]
     return numbers
 
 
-def _is_decided(judge: Callable[[Mapping[str, Number]], tuple[Finding, ...]], measured: Measurements) -> bool:
+def _is_decided(judge: Judge, measured: Measurements) -> bool:
     """Says if every interval lies on one side of its limit."""
     return not any(finding.straddles for finding in judge(_numbers(measured, None)))
 

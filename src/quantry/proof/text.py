@@ -2,11 +2,13 @@
 
 The text is tokenized front to back, in pieces of PIECE characters, until there are enough tokens: a file of any size
 needs the memory of its windows. All models see the same windows. Every window starts with what the tokenizer puts
-before a text (a BOS, or nothing): a model trained with a BOS is far worse without one.
+before a text (a BOS, or nothing): a model trained with a BOS is far worse without one. JSON lines are read as
+documents, as they are for calibration: chats in the model's chat template.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
@@ -17,6 +19,11 @@ from quantry.errors import QuantryError
 from quantry.models.attention import context_length
 from quantry.models.reader import demo_folder
 from quantry.models.tokenizer import encode, prefix_of
+from quantry.quantizing.calibration.data import exists, listed
+from quantry.quantizing.calibration.documents import LINES
+from quantry.quantizing.calibration.text import document_tokens
+
+Texts = str | Path | Sequence[str | Path] | None
 
 HELD_OUT = "held-out.txt"  # a text that the demo model was not trained on
 PIECE = 1 << 20  # characters tokenized at a time: the tokenizers library needs some 75 bytes for each
@@ -78,13 +85,14 @@ def windows(text: str | TextFile, tokenizer: Any, length: int, count: int | None
         raise QuantryError(f"{count} windows leave nothing to measure", fix="ask for at least 1")
     step = length - len(prefix)
     needed = None if count is None else count * step + len(prefix)
-    tokens = _tokens([text] if isinstance(text, str) else text.pieces(), tokenizer, needed)
+    tokens = _first(_tokens(text, tokenizer), needed)
     if tuple(tokens[: len(prefix)]) == tuple(prefix):  # every window gets its own
         tokens = tokens[len(prefix) :]
     available = len(tokens) // step
     if available == 0:
+        name = "the text" if isinstance(text, str) else text.name
         raise QuantryError(
-            f"the text has {len(tokens)} tokens and one window needs {step}",
+            f"{name} has {len(tokens)} tokens and one window needs {step}",
             fix="use a shorter --length or a longer text",
         )
     cuts = range(0, step * min(available, available if count is None else count), step)
@@ -108,6 +116,34 @@ def check_time(seconds: float | None) -> float | None:
     return seconds
 
 
+def load_texts(files: Texts) -> tuple[TextFile, ...]:
+    """Opens a text, several with commas between, or the text of the package where none is given.
+
+    A path that exists is taken as it is, with its commas. Raises QuantryError as `load_text` does, and for a text that
+    is given twice.
+    """
+    paths = [files] if files is None or isinstance(files, Path) else _paths(files)
+    texts = tuple(load_text(path) for path in paths)
+    if not texts:
+        raise QuantryError("no text is given to measure on", fix="give a text file in UTF-8")
+    twice = next((text for number, text in enumerate(texts) if text in texts[:number]), None)
+    if twice:
+        raise QuantryError(f"{twice.file} is given twice", fix="give each text once")
+    return texts
+
+
+def names_of(texts: Sequence[TextFile]) -> tuple[str, ...]:
+    """Returns the names of texts; those that occur twice get the name of their folder."""
+    alone = Counter(text.name for text in texts)
+    return tuple(
+        text.name if alone[text.name] == 1 else f"{text.file.absolute().parent.name}/{text.name}" for text in texts
+    )
+
+
+def _paths(files: str | Sequence[str | Path]) -> Sequence[str | Path]:
+    return listed(files, exists) if isinstance(files, str) else files
+
+
 def load_text(file: str | Path | None) -> TextFile:
     """Opens a text file, or the text of the package where none is given.
 
@@ -129,11 +165,18 @@ def default_text() -> TextFile:
     return TextFile(demo_folder() / HELD_OUT)
 
 
-def _tokens(pieces: Iterable[str], tokenizer: Any, needed: int | None) -> list[int]:
-    """Returns the tokens of pieces of a text, up to the first piece with which there are enough (None: of all)."""
+def _tokens(text: str | TextFile, tokenizer: Any) -> Iterator[list[int]]:
+    """Yields the tokens of pieces of a text, or of the documents of JSON lines: chats in their template."""
+    if isinstance(text, TextFile) and text.file.suffix in LINES:
+        return document_tokens(text.file, tokenizer)
+    return (encode(tokenizer, piece) for piece in ([text] if isinstance(text, str) else text.pieces()))
+
+
+def _first(pieces: Iterable[list[int]], needed: int | None) -> list[int]:
+    """Returns the tokens of pieces, up to the first piece with which there are enough (None: of all)."""
     tokens: list[int] = []
     for piece in pieces:
-        tokens += encode(tokenizer, piece)
+        tokens += piece
         if needed is not None and len(tokens) >= needed:
             break
     return tokens

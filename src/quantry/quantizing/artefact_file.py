@@ -81,6 +81,7 @@ class ProofNote(TypedDict, total=False):
     intervals: dict[str, list[float | None]] | None
     findings: list[Finding]
     text: dict[str, Any] | None
+    domains: list[dict[str, Any]]
     memory: dict[str, Any] | None
     notes: list[str]
 
@@ -100,6 +101,7 @@ class ArtefactNote(TypedDict, total=False):
     bits_per_weight: float
     files: dict[str, FileNote]
     notes: list[str]
+    expert_tokens: dict[str, list[int]]
     recipe: RecipeNote
     fates: dict[str, list[str]]
     proof: ProofNote

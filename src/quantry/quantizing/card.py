@@ -24,6 +24,7 @@ from quantry.quantizing.artefact_file import read_artefact_file
 from quantry.quantizing.card_head import card_head
 from quantry.quantizing.recipe import AUTO, Preset, Recipe
 from quantry.quantizing.tensor_plan import TensorPlan
+from quantry.report import domains
 from quantry.report.ci import answered, listed
 from quantry.storage import ARTEFACT_FILE
 from quantry.types import Anatomy, Artefact
@@ -66,10 +67,11 @@ def as_json(artefact: Artefact, recipe: Recipe, tensors: TensorPlan, source: str
 
     `source` is the identity of the checkpoint (models/identity.py).
     """
+    unsaid = ("path", "source", *(() if artefact.expert_tokens else ("expert_tokens",)))
     content = {
         "quantry": __version__,
         "versions": {"python": platform.python_version(), "torch": version("torch")},
-        **{key: value for key, value in artefact.to_dict().items() if key not in ("path", "source")},
+        **{key: value for key, value in artefact.to_dict().items() if key not in unsaid},
         "source": Path(artefact.source).name,
         "source_identity": source,
         "recipe": recipe.to_dict(),
@@ -98,7 +100,8 @@ def finished(planned: Artefact, recipe: Recipe, tensors: TensorPlan, source: str
     sizes = {path.name: path.stat().st_size for path in out.iterdir() if path.is_file()}
     if not files or any(sizes.get(name) != file["bytes"] for name, file in files.items()):
         raise OutputError(f"{out} exists and is damaged", fix=anew)
-    return replace(planned, files=files, notes=(*content.get("notes", ()), FINISHED))
+    experts = {block: tuple(counts) for block, counts in content.get("expert_tokens", {}).items()}
+    return replace(planned, files=files, notes=(*content.get("notes", ()), FINISHED), expert_tokens=experts)
 
 
 def _fates(tensors: TensorPlan) -> dict[str, list[str]]:
@@ -210,6 +213,7 @@ def proof_section(proof: Mapping[str, Any]) -> str:
         "\n".join([f"| | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|", *rows]),
         f"The reference has a perplexity of {_number(proof, 'reference_perplexity', '.3f')};"
         f" in 16-bit arithmetic it differs from itself by a KL of {_number(proof, 'noise_floor', '.2g')}.",
+        "\n".join(domains.markdown(proof.get("domains") or ())),
         _memory(proof.get("memory") or {}),
         _prompts(proof.get("prompts") or {}),
         "\n".join(f"- {finding['words']}" for finding in proof.get("findings", ()) if not finding.get("ok", True)),

@@ -8,7 +8,7 @@ alone, never on where or how often the job was interrupted.
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -112,7 +112,9 @@ def write(
             work.write(name, data)
         files = tuning.tune(work, writer.files) if tuning else writer.files
         tuned = tuning.notes() if tuning else ()
-        return _finish(work, job, files, (*job.planned.notes, *maker.notes(), *known_blocks.notes(), *tuned))
+        notes = (*job.planned.notes, *maker.notes(), *known_blocks.notes(), *tuned)
+        experts = job.planned.expert_tokens or known_blocks.expert_tokens()
+        return _finish(work, replace(job, planned=replace(job.planned, expert_tokens=experts)), files, notes)
 
 
 class _WorkDone:

@@ -72,6 +72,18 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
+class CalibratedText:
+    """One of several texts that a job was calibrated on."""
+
+    name: str
+    weight: float
+    fingerprint: str  # SHA-256 of its windows of tokens
+    samples: int
+    tokens: int
+    template: bool  # it has the form of the chat template
+
+
+@dataclass(frozen=True, slots=True)
 class Calibration:
     """The text that a job was calibrated on."""
 
@@ -82,6 +94,11 @@ class Calibration:
     seed: int
     tokens: int
     arithmetic: str  # what the model was run in
+    texts: tuple[CalibratedText, ...] = ()  # of a mixture
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the JSON of quantry.json; the texts are those of a mixture."""
+        return {key: value for key, value in asdict(self).items() if key != "texts" or value}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +182,8 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """Returns the JSON of quantry.json; drops the optional fields that are not set."""
         optional = ("calibration", "kv", "sequential", "budget", "rounding", "distil")
-        return {key: value for key, value in asdict(self).items() if key not in optional or value}
+        facts = asdict(self) | ({"calibration": self.calibration.to_dict()} if self.calibration else {})
+        return {key: value for key, value in facts.items() if key not in optional or value}
 
 
 def presets() -> dict[str, Preset]:

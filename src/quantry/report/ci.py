@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
+from quantry.report import domains
 from quantry.report.sizes import counted, percent
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def _lines(proof: "Proof") -> Iterator[str]:
     yield ""
     text = proof.text
     windows = f"{counted(text['windows'], 'window')} of {text['length']} tokens of {_cell(text['name'])}"
+    yield from (*domains.markdown(proof.domains), "") if proof.domains else ()
     yield f"Gate {proof.gate}: {passed} of {len(proof.findings)} checks passed, on {windows}."
     if proof.prompts:
         yield from ("", *listed(answered(proof.prompts), differing(proof.prompts)))

@@ -122,6 +122,7 @@ class Content:
     versions: Mapping[str, str] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)  # recipe, hashes, calibration text
     engine_command: str = ""  # the same in the engine's own words
+    domains: tuple[Mapping[str, Any], ...] = ()  # as a proof has them: the figures of each text
 
     def __post_init__(self) -> None:
         for name in ("title", "model", "date", "gate", "answered", "serve", "engine_command"):
@@ -139,6 +140,8 @@ class Content:
             _pairs(getattr(self, name), name)
         for finding in self.findings:
             _pairs(finding, "a finding")
+        for domain in self.domains:
+            _pairs(domain, "a domain")
         for name in ("differing", "notes"):
             for line in getattr(self, name):
                 _text(line, f"a line of {name}")
@@ -167,7 +170,8 @@ class Content:
             raise _wrong("a report has no title", 'add "title"')
         rows = tuple(_row(row) for row in _items(given.get("rows", ()), "rows"))
         memory = given.get("memory")
-        sequences = {name: tuple(_items(given.get(name, ()), name)) for name in ("findings", "differing", "notes")}
+        listed = ("findings", "domains", "differing", "notes")
+        sequences = {name: tuple(_items(given.get(name, ()), name)) for name in listed}
         kept = None if memory is None else Memory(**_fields(memory, Memory, "memory"))
         return cls(**{**given, **sequences, "rows": rows, "memory": kept})
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from quantry.report import markup
+from quantry.report import domains, markup
 from quantry.report.content import BlockMap, Content, FileRow, Interval, Memory, modules_of
 from quantry.report.drawing import NARROW, WIDE
 from quantry.report.ink import settings
@@ -23,6 +23,7 @@ def page(content: Content) -> str:
         _head(content),
         _sizes(content, figures),
         _quality(content, figures),
+        _domains(content),
         _gate(content),
         _prompts(content),
         _sensitivity(content, figures),
@@ -127,6 +128,11 @@ def _gate(content: Content) -> str:
     return section(
         f"Gate {content.gate}".strip(), table(["outcome", "finding"], lines, "words", "What was compared with a limit")
     )
+
+
+def _domains(content: Content) -> str:
+    lines = [markup.row(head, rest) for head, *rest in map(domains.cells, content.domains)]
+    return section("On each text", table(domains.COLUMNS, lines, caption="What was lost on each text")) if lines else ""
 
 
 def _prompts(content: Content) -> str:

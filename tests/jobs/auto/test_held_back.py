@@ -10,13 +10,14 @@ from quantry.jobs.auto.calibrated_model import CalibratedModel, open_calibrated
 from quantry.jobs.auto.held_back import TOKENS, held_back
 from quantry.models.reader import local_folder
 from quantry.models.tokenizer import load_tokenizer
+from quantry.quantizing.calibration.data import Data
 from quantry.quantizing.calibration.options import CalibrationOptions
 from quantry.quantizing.calibration.text import load
 
 LENGTH = 64
 
 
-def opened(data: Path | None, samples: int) -> CalibratedModel:
+def opened(data: Data, samples: int) -> CalibratedModel:
     return open_calibrated("demo", CalibrationOptions(data, samples, LENGTH), torch.device("cpu"))
 
 
@@ -50,3 +51,23 @@ def test_a_text_that_ends_soon(text: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert not held_back(model).unseen
     monkeypatch.setattr(damage, "GRADIENT_TOKENS", 3 * LENGTH)
     assert held_back(model).windows == model.text.tokens[3:]
+
+
+def test_each_text_of_a_mixture_is_held_back(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows that follow in each text; those of the job, some of each, if one text ends."""
+    whole = tmp_path / "whole.txt"
+    whole.write_text((local_folder("demo") / "calibration.txt").read_text()[:60_000])
+    tokenizer = load_tokenizer(local_folder("demo"))
+    model = opened({str(whole): 3, str(text): 1}, 8)
+    held = held_back(model)
+    assert held.unseen
+    parts = [load(file, tokenizer, samples=count, length=LENGTH).tokens for file, count in ((whole, 80), (text, 7))]
+    found = [[windows.index(window) for window in held.windows if window in windows] for windows in parts]
+    assert [places[0] for places in found] == [6, 2]
+    assert [len(places) for places in found] == [12, 4]
+    assert any(window in parts[1] for window in held.windows[:4])
+    model = opened({str(whole): 1, str(text): 1}, 14)
+    monkeypatch.setattr(damage, "GRADIENT_TOKENS", 4 * LENGTH)
+    held = held_back(model)
+    assert not held.unseen
+    assert held.windows == model.text.tokens[4:]

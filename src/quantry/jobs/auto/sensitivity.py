@@ -27,6 +27,8 @@ from quantry.jobs.auto.solver import Item, ItemOption
 from quantry.numerics.device import device as computing
 from quantry.quantizing.calibration import fisher
 from quantry.quantizing.calibration.advice import advise
+from quantry.quantizing.calibration.calibrator import calibrated_texts
+from quantry.quantizing.calibration.data import Data
 from quantry.quantizing.calibration.options import CalibrationOptions
 from quantry.quantizing.calibration.store import default_store
 from quantry.quantizing.calibration.transform import BlockTransform
@@ -130,7 +132,7 @@ def sensitivity(
     model: str | Path,
     *,
     format: str = "gguf",  # noqa: A002 - the flag's name
-    data: str | Path | None = None,
+    data: Data = None,
     samples: int | None = None,
     length: int | None = None,
     device: str = "cpu",
@@ -142,8 +144,9 @@ def sensitivity(
     """Predicts the damage of storing each layer of `model` in each choice that `format` has.
 
     Statistics come from `samples` windows of `length` tokens of `data` (128 of 2048, and a text that comes with the
-    package), gradients from the first 8192 of these tokens. `transform` is applied to each block before. `grids` names
-    the choices to try besides 16 bit; by default all, without those that another of the same size replaces.
+    package; several texts have weights, as in `quantize`), gradients from the first 8192 of these tokens. `transform`
+    is applied to each block before. `grids` names the choices to try besides 16 bit; by default all, without those that
+    another of the same size replaces.
     """
     method = Method(format, rounder, transform)
     return measure(model, method, CalibrationOptions(data, samples, length), computing(device), grids, progress)
@@ -189,6 +192,7 @@ def measure_opened(
     measured = [_sensitivity(layer, result) for layer, result in zip(layers, meter.measure(layers), strict=True)]
     text = model.text
     described = {"name": text.name, "windows": len(text.tokens), "length": text.length, "tokens": text.count}
+    described |= {"texts": [asdict(part) for part in calibrated_texts(text)]} if text.parts else {}
     sensitivities = Sensitivity(
         source=model.checkpoint.source,
         format=method.format,

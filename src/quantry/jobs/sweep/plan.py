@@ -23,7 +23,8 @@ from quantry.proof import gate as gates
 from quantry.proof.served.engines import scoring_engine
 from quantry.proof.text import fitting_length, load_text
 from quantry.proof.text import windows as cut
-from quantry.quantizing.calibration.text import LENGTH, SAMPLES, SEED, load
+from quantry.quantizing.calibration.mixture import load_data
+from quantry.quantizing.calibration.text import LENGTH, SAMPLES, SEED
 from quantry.quantizing.sources import open_source, tokenizer
 from quantry.types import Anatomy
 
@@ -199,7 +200,7 @@ def _calibration(
             raise RecipeError(f"--{next(iter(options))} has no use: no preset is calibrated", fix=NOT_CALIBRATED)
         return None
     how = {"samples": SAMPLES, "length": LENGTH, **options, "seed": SEED, "context": anatomy.context_length}
-    return load(how.pop("data", None), load_tokenizer(folder), **how).fingerprint
+    return load_data(how.pop("data", None), load_tokenizer(folder), **how).fingerprint
 
 
 def _notes(device: str, calibrated: int) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from quantry.jobs.sweep.plan import Measurement, plan_sweep
 from quantry.jobs.sweep.specs import read_specs
 from quantry.jobs.sweep.state import JobProgress, SweepState
 from quantry.jobs.sweep.table import Sweep, report_content
+from quantry.quantizing.calibration.data import Data
 from quantry.types import Progress
 
 FATAL = (OutputError, HubError)  # the disk or the network: the next artefact would fail too
@@ -25,7 +26,7 @@ def sweep(
     windows: int = 16,
     verify_length: int = 512,
     gate: str = "general",
-    data: str | Path | None = None,
+    data: Data = None,
     samples: int | None = None,
     length: int | None = None,
     rounder: str | None = None,

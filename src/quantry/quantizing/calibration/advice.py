@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from quantry.quantizing.calibration.text import CalibrationText
+from quantry.report.sizes import counted
 
 FEW = 16_384  # tokens; the Gram matrix of a layer with 4096 inputs wants several times as many
 RANDOM = 0.9  # share of pairs of neighbours that occur once: prose, notes and code 0.1 to 0.6, random tokens 0.99
@@ -15,13 +16,29 @@ REPEATED = 4.0  # bits of a token: prose, notes and code 7 to 9
 
 
 def advise(text: CalibrationText) -> tuple[str, ...]:
-    """Returns what a person should know of a calibration text."""
-    return (*text.notes, *_amount(text), *_form(text), *_content(text))
+    """Returns what a person should know of a calibration text: of each part, if it is a mixture."""
+    parts = text.parts or (text,)
+    cut = (note for part in parts for note in _cut(part))
+    content = (note for part in parts for note in (*_doubled(part), *_content(part)))
+    return (*_mixture(text), *text.notes, *_amount(text), *cut, *_form(text), *content)
+
+
+def _mixture(text: CalibrationText) -> Iterator[str]:
+    """Says what a mixture consists of."""
+    for part in text.parts:
+        form = "with the chat template" if part.template else "without a chat template"
+        yield (
+            f"{part.name}: {counted(len(part.tokens), 'window')}, {part.count:,} tokens, "
+            f"{part.count / text.count:.0%} of the mixture, {form}"
+        )
 
 
 def _amount(text: CalibrationText) -> Iterator[str]:
     if text.count < FEW:
         yield f"{text.name} gives {text.count:,} tokens: give at least {FEW:,} for statistics that hold"
+
+
+def _cut(text: CalibrationText) -> Iterator[str]:
     if text.truncated * 2 > text.documents:
         yield (
             f"{text.truncated} of {text.documents} documents of {text.name} are cut at the end of a window of "
@@ -35,6 +52,9 @@ def _form(text: CalibrationText) -> Iterator[str]:
             f"the model has a chat template and {text.name} is not in its form: "
             'give records with "messages" if it will be used for chats'
         )
+
+
+def _doubled(text: CalibrationText) -> Iterator[str]:
     doubled = sum(text.bos is not None and window[:2] == (text.bos, text.bos) for window in text.tokens)
     if doubled:
         yield f"{doubled} windows begin with two BOS: the model sees one when it is used"

@@ -74,3 +74,6 @@ class NoCalibration:
 
     def notes(self) -> tuple[str, ...]:
         return ()
+
+    def expert_tokens(self) -> Mapping[str, tuple[int, ...]]:
+        return {}

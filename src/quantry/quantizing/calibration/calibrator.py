@@ -17,13 +17,14 @@ from quantry.models.tokenizer import load_tokenizer
 from quantry.models.weights import PlainWeights
 from quantry.numerics.device import arithmetic
 from quantry.quantizing.calibration.advice import advise
+from quantry.quantizing.calibration.mixture import load_data
 from quantry.quantizing.calibration.options import CalibrationOptions
 from quantry.quantizing.calibration.per_block import BlockCalibration, BlockSteps
 from quantry.quantizing.calibration.resumable_walk import ResumableWalk
 from quantry.quantizing.calibration.store import Statistics, default_store
-from quantry.quantizing.calibration.text import LENGTH, SAMPLES, SEED, CalibrationText, load
+from quantry.quantizing.calibration.text import LENGTH, SAMPLES, SEED, CalibrationText
 from quantry.quantizing.calibration.transform import BlockTransform, even_grids
-from quantry.quantizing.recipe import Calibration, Recipe
+from quantry.quantizing.recipe import CalibratedText, Calibration, Recipe
 from quantry.quantizing.tensor_plan import TensorPlan
 from quantry.types import Checkpoint, Progress
 
@@ -54,7 +55,8 @@ class Calibrator:
     def record(self) -> Calibration:
         """What the recipe records of the text."""
         text, run_in = self.text, str(self._arithmetic).removeprefix("torch.")
-        return Calibration(text.name, text.fingerprint, len(text.tokens), text.length, SEED, text.count, run_in)
+        counts = len(text.tokens), text.length, SEED, text.count
+        return Calibration(text.name, text.fingerprint, *counts, run_in, calibrated_texts(text))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -130,6 +132,14 @@ def prepare_calibration(
     return Calibrator(checkpoint, recipe, plan, text, device, options.low_memory)
 
 
+def calibrated_texts(text: CalibrationText) -> tuple[CalibratedText, ...]:
+    """Returns what is recorded of each text of a mixture; nothing of a single one."""
+    return tuple(
+        CalibratedText(part.name, weight, part.fingerprint, len(part.tokens), part.count, part.template)
+        for part, weight in zip(text.parts, text.weights, strict=True)
+    )
+
+
 def load_text(checkpoint: Checkpoint, options: CalibrationOptions) -> CalibrationText:
     """Loads the windows of a job. Raises CheckpointError if the model has no tokenizer."""
     if checkpoint.tokenizer is None:
@@ -139,7 +149,7 @@ def load_text(checkpoint: Checkpoint, options: CalibrationOptions) -> Calibratio
         )
     with small_folder(checkpoint, "model") as folder:
         tokenizer = load_tokenizer(folder)
-    return load(
+    return load_data(
         options.data,
         tokenizer,
         samples=SAMPLES if options.samples is None else options.samples,

@@ -30,6 +30,7 @@ from quantry.errors import QuantryError, RecipeError
 from quantry.methods.fits import absmax
 from quantry.numerics.activations import simulate
 from quantry.numerics.grids import decode, effective_scale, encode
+from quantry.quantizing.calibration.held_out import held_out
 from quantry.quantizing.calibration.observe import OTHER, modules
 from quantry.types import Activation, Grid, Scheme
 
@@ -55,15 +56,23 @@ class Distilled:
 
 
 def distil(
-    block: Block, schemes: Mapping[str, Scheme], *, steps: int | None = None, rate: float = RATE, seed: int = 0
+    block: Block,
+    schemes: Mapping[str, Scheme],
+    *,
+    steps: int | None = None,
+    rate: float = RATE,
+    seed: int = 0,
+    labels: Sequence[int] = (),
 ) -> Distilled:
     """Trains a block that has not advanced; `schemes` are those of its modules, with the scale types they store.
 
-    A step is one batch of the walk, ideally of one window: the same tokens do more in more steps. Raises RecipeError
-    for schemes that cannot be distilled, QuantryError for too few windows.
+    A step is one batch of the walk, ideally of one window: the same tokens do more in more steps. `labels` says which
+    of several texts each batch is from. Raises RecipeError for schemes that cannot be distilled, QuantryError for too
+    few windows.
     """
     taught, steps = draw_lessons(block, steps)
-    held, lessons = taught[::HELD], [lesson for index, lesson in enumerate(taught) if index % HELD]
+    places = held_out(labels[: len(taught)] or [0] * len(taught), HELD)
+    held, lessons = [taught[place] for place in places], [taught[n] for n in range(len(taught)) if n not in places]
     with _deterministic(), torch.enable_grad():
         student = Student(block, schemes)
         before = after = student.error(held)

@@ -11,6 +11,7 @@ from typing import Any
 from quantry.errors import QuantryError
 from quantry.models.reader import DEMO, demo_folder
 
+LINES = (".jsonl", ".ndjson")
 BUILT_IN = "calibration.txt"
 BLANK = re.compile(r"\n[ \t\r]*\n\s*")
 SHAPES = '"text", "messages", "conversations", or "prompt" and "completion"'
@@ -40,7 +41,7 @@ def open_documents(data: str | Path | None) -> Documents:
         raise QuantryError(f"there is no {path}", fix="give a text file, JSON lines, parquet or a folder of datasets")
     if path.is_dir():
         return _open_folder(path)
-    if path.suffix in (".jsonl", ".ndjson"):
+    if path.suffix in LINES:
         return _open_lines(path)
     if path.suffix == ".parquet":
         return _open_parquet([path], path.name)

@@ -9,7 +9,8 @@ from quantry.models.workspace import Workspace
 from quantry.quantizing.calibration.observe import LEAST
 
 FILE = "calibration"  # the name under which a workspace remembers findings
-LOW_MEMORY, STARVED, DISTILLED = "low memory", "starved", "distilled"  # topics; all others are modules of rounders
+LOW_MEMORY, STARVED, DISTILLED, EXPERTS = "low memory", "starved", "distilled", "experts"
+TOPICS = {LOW_MEMORY, STARVED, DISTILLED, EXPERTS}  # all others are modules of rounders
 
 
 class Findings:
@@ -36,9 +37,28 @@ class Findings:
 
     def notes(self) -> tuple[str, ...]:
         """Returns a sentence per topic, for all blocks together."""
-        rounders = sorted(self._facts.keys() - {LOW_MEMORY, STARVED, DISTILLED})
+        rounders = sorted(self._facts.keys() - TOPICS)
         reported = [note for name in rounders for note in import_module(name).notes(self.about(name))]
-        return (*self._starved(), *reported, *self._distilled(), *self._low_memory())
+        return (*self._experts(), *self._starved(), *reported, *self._distilled(), *self._low_memory())
+
+    def expert_tokens(self) -> dict[str, tuple[int, ...]]:
+        """Returns the tokens that each expert saw, by block."""
+        return {
+            block: tuple(counts) for block, counts in sorted(self.about(EXPERTS).items(), key=lambda it: int(it[0]))
+        }
+
+    def _experts(self) -> tuple[str, ...]:
+        """Says how many tokens the experts of each block got, and if some got none."""
+        blocks = self.expert_tokens()
+        if not blocks:
+            return ()
+        ranges = [f"{block}: {min(c):,} / {median(c):,.0f} / {max(c):,}" for block, c in blocks.items()]
+        seen = f"Tokens per expert (fewest / median / most) by block: {'; '.join(ranges)}."
+        experts, without = sum(map(len, blocks.values())), sum(c.count(0) for c in blocks.values())
+        missed = (
+            f"{without:,} of {experts:,} experts got no token: more --samples, or --data of other kinds, would help."
+        )
+        return (seen, missed) if without else (seen,)
 
     def _starved(self) -> tuple[str, ...]:
         blocks = list(self.about(STARVED).values())  # (groups, the one with fewest tokens, its tokens)

@@ -53,6 +53,11 @@ class ObservedBlock:
             counts.setdefault(pool, {})[group] = stats.tokens if stats else 0
         return counts
 
+    def expert_tokens(self) -> list[int]:
+        """Returns the tokens that were routed to each expert, in their order; none for a block without experts."""
+        counts = next(iter(self.tokens().values()), {})
+        return [counts[group] for group in sorted(counts, key=lambda group: int(re.findall(r"\d+", group)[-1]))]
+
     def by_module(self, least: int = LEAST) -> tuple[dict[str, Stats], tuple[str, ...]]:
         """Returns the statistics of every module, and the groups of starved experts.
 

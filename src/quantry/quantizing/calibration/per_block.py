@@ -23,7 +23,7 @@ from quantry.methods.rounding import LayerInput
 from quantry.models.reader import IMPORTANCE
 from quantry.models.workspace import Workspace
 from quantry.quantizing.calibration.block_inputs import BlockInputs, StoredBlock
-from quantry.quantizing.calibration.findings import DISTILLED, LOW_MEMORY, STARVED, Findings
+from quantry.quantizing.calibration.findings import DISTILLED, EXPERTS, LOW_MEMORY, STARVED, Findings
 from quantry.quantizing.calibration.importance import sums
 from quantry.quantizing.calibration.low_memory import LowMemory
 from quantry.quantizing.calibration.observe import ObservedBlock, attention, modules
@@ -100,20 +100,24 @@ class BlockCalibration:
 
     def importance(self, targets: Mapping[str, Target]) -> tuple[importance.Importance, bytes]:
         """Computes the importance matrix of a GGUF file with these tensors; also returns the file that holds it."""
-        text, observed = self._statistics.text, self._statistics.observed
+        text, observed = self._statistics.text, self._counted
         blocks = (self._low_memory.run(index, partial(observed, index)) for index in range(self._statistics.count))
         with temporary_folder() as folder:
             path = folder / IMPORTANCE
-            importance.write(path, sums(blocks, targets), [text.name], text.length)
+            importance.write(path, sums(blocks, targets), [part.name for part in text.parts or (text,)], text.length)
             return importance.read(path), path.read_bytes()
 
     def notes(self) -> tuple[str, ...]:
         """Returns sentences for the model card."""
         return self._findings.notes()
 
+    def expert_tokens(self) -> Mapping[str, tuple[int, ...]]:
+        """Returns the tokens that each expert saw, by block."""
+        return self._findings.expert_tokens()
+
     def _entered(self, index: int) -> BlockInputs:
         block = self._block(index) if self._walk else None
-        observed = self._observed(index, block)
+        observed = self._counted(index, block)
         stats, starved = observed.by_module()
         self._report_starved(index, observed, starved)
         tensors: Mapping[str, Tensor] = {}
@@ -125,6 +129,13 @@ class BlockCalibration:
             tensors = self._distil(block)
         inputs = self._layer_inputs(index, stats)
         return BlockInputs(inputs, tensors, observed.heads, self._stored_block(tensors), scales)
+
+    def _counted(self, index: int, block: Block | None = None) -> ObservedBlock:
+        """Returns what was seen of a block, and records the tokens of its experts."""
+        observed = self._observed(index, block)
+        if counts := observed.expert_tokens():
+            self._findings.add(EXPERTS, index, counts)
+        return observed
 
     def _observed(self, index: int, block: Block | None) -> ObservedBlock:
         if block is None:
@@ -164,7 +175,7 @@ class BlockCalibration:
 
         names = {name for group in modules(block).values() for name in group}
         schemes = {name: scheme for name, scheme in self._steps.schemes.items() if name in names}
-        distilled = distil(block, schemes, seed=SEED)
+        distilled = distil(block, schemes, seed=SEED, labels=self._statistics.text.labels)
         self._findings.add(DISTILLED, block.index, [distilled.before, distilled.after])
         return distilled.tensors
 

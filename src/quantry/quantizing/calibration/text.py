@@ -43,6 +43,9 @@ class CalibrationText:
     bos: int | None  # the token before every window
     chat: bool  # the tokenizer has a chat template
     notes: tuple[str, ...] = ()
+    parts: tuple["CalibrationText", ...] = ()  # of a mixture
+    weights: tuple[float, ...] = ()  # of the parts
+    labels: tuple[int, ...] = ()  # the part that each window is from
     fingerprint: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,12 +71,13 @@ def load(
     length: int = LENGTH,
     seed: int = 0,
     context: int | None = None,
+    mixed: int | None = None,
 ) -> CalibrationText:
     """Cuts windows of `length` tokens, or of the model's `context` if that is shorter, from a file or a folder.
 
     `data` is a text file (documents end at blank lines), JSON lines, a parquet file, or a folder saved by `datasets`;
-    None or "demo" is the text that comes with the package, which may give fewer windows. Raises QuantryError for data
-    that cannot be read or is too short.
+    None or "demo" is the text that comes with the package, which may give fewer windows. `mixed` are the samples of a
+    mixture that these are a part of. Raises QuantryError for data that cannot be read or is too short.
     """
     if samples < 1:
         raise QuantryError(f"{samples} samples are nothing to calibrate on", fix="give --samples of at least 1")
@@ -87,9 +91,11 @@ def load(
     stream, ends = _stream(documents.count, reader, samples * step, seed)
     whole = len(stream) // step
     if whole < samples and ((data is not None and str(data) != DEMO) or not whole):
+        share = f"{samples} samples" if mixed is None else f"its {samples} of {mixed} samples"
+        fewer = "" if not whole else f", at most {whole} --samples" if mixed is None else ", a lower weight"
         raise QuantryError(
-            f"{documents.name} has {len(stream):,} tokens and {samples} samples of {window} need {samples * step:,}",
-            fix=f"give more data{f', at most {whole} --samples' if whole else ''} or a shorter --length",
+            f"{documents.name} has {len(stream):,} tokens and {share} of {window} need {samples * step:,}",
+            fix=f"give more data{fewer} or a shorter --length",
         )
     taken = min(samples, whole)
     windows = tuple((*prefix, *stream[cut : cut + step]) for cut in range(0, taken * step, step))
@@ -106,6 +112,14 @@ def load(
         chat=template_of(tokenizer) is not None,
         notes=_notes(samples, taken, length, window),
     )
+
+
+def document_tokens(data: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+    """Yields the tokens of each document, in the order of the file, without what comes before every window."""
+    documents = open_documents(data)
+    reader = _Reader(documents, tokenizer, prefix_of(tokenizer))
+    for start in range(0, documents.count, STEP):
+        yield from reader.tokens(range(start, min(documents.count, start + STEP)))
 
 
 def _stream(count: int, reader: "_Reader", needed: int, seed: int) -> tuple[list[int], list[int]]:

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from quantry.errors import QuantryError
 from quantry.quantizing.calibration.distillation import drawn
+from quantry.quantizing.calibration.held_out import held_out
 from quantry.types import Progress
 
 RATE = 1e-3  # of the logarithm of a scale, at first, then along a cosine; 3e-3 gained more at 2 bits and lost at 4
@@ -24,7 +25,7 @@ LENGTH = 512  # tokens of a piece of text
 PIECES = 8  # of a step
 AT_ONCE = 2048  # tokens that run together
 EPOCHS = 12  # at most: beyond, few texts are learned by heart
-HELD, MOST_HELD = 8, 8  # one piece in so many is held out, and no more than so many
+HELD, MOST_HELD = 8, 8  # one piece in so many is held out, and no more than so many, and one for each text
 CHECKS = 5  # looks at the pieces that are held out
 
 Logits = Callable[[Tensor], Tensor]
@@ -41,16 +42,25 @@ class State:
 
 
 class Training:
-    """Some steps of training on windows of tokens; `logs` are what is trained."""
+    """Some steps of training on windows of tokens; `logs` are what is trained, `labels` the texts of the windows."""
 
     def __init__(
-        self, student: Logits, teacher: Logits, logs: Sequence[Tensor], windows: Sequence[Sequence[int]], seed: int
+        self,
+        student: Logits,
+        teacher: Logits,
+        logs: Sequence[Tensor],
+        windows: Sequence[Sequence[int]],
+        seed: int,
+        labels: Sequence[int] = (),
     ) -> None:
         self._student, self._teacher, self._logs, self._seed = student, teacher, list(logs), seed
         pieces = cut(windows)
-        every = max(2, HELD, len(pieces) // MOST_HELD)
-        self._held = pieces[::every][:MOST_HELD]
-        self._lessons = [piece for place, piece in enumerate(pieces) if place % every] or pieces
+        texts = zip(windows, labels or [0] * len(windows), strict=True)
+        labels = [text for window, text in texts for _ in cut([window])]
+        places = held_out(labels, max(2, HELD, len(pieces) // MOST_HELD))
+        most = MOST_HELD if len(set(labels)) == 1 else len(places)
+        self._held = [pieces[place] for place in places[:most]]
+        self._lessons = [piece for place, piece in enumerate(pieces) if place not in places] or pieces
         self._optimizer = torch.optim.Adam(self._logs, betas=BETAS)
 
     def limited(self, steps: int) -> int:

@@ -75,6 +75,7 @@ class Distillation:
     dtype: torch.dtype
     steps: int
     seed: int
+    labels: Sequence[int] = ()  # which of several texts each window is from
     progress: Progress | None = None
 
     def run(self, folder: Path) -> tuple[set[str], str]:
@@ -99,6 +100,7 @@ class Distillation:
             student.logs,
             self.windows,
             self.seed,
+            self.labels,
         )
         steps = training.limited(self.steps)
         state = training.run(
