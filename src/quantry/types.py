@@ -260,6 +260,7 @@ class Proof:
     compact: Mapping[str, Any]  # tokens kept of each position, and the KL that this misses
     worst_tensors: tuple[Mapping[str, Any], ...]
     memory: Mapping[str, Any] | None = None  # predicted, and reported by the engine
+    kv_cache: Mapping[str, Any] | None = None  # what types of KV cache lose as served, by position; and what fits
     prompts: Mapping[str, Any] | None = None
     tasks: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()

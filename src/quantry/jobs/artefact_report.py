@@ -12,8 +12,7 @@ from typing import Any
 
 from quantry import __version__
 from quantry.devices import Device
-from quantry.devices.catalogue import parse
-from quantry.devices.detect import detect
+from quantry.devices.detect import device_here
 from quantry.engines.contract.adapter import adapter
 from quantry.engines.contract.catalogue import engine_facts, usual, verifying
 from quantry.engines.contract.options import Serving
@@ -63,7 +62,7 @@ def content_of(folder: Path, device: Device | None = None, proof: Mapping[str, A
     sensitivity = read_sensitivity(folder / SENSITIVITY_FILE)
     engine, served = _engine(card), _served(proof)
     engine_version = {str(served.get("engine")): str(served.get("version", ""))} if served else {}
-    machine = device or _this_machine()
+    machine = device or device_here()
     memory, memory_notes = _memory(checkpoint, engine, proof, machine)
     return Content(
         title=f"{card.text('source')}, {card.name()}",
@@ -164,14 +163,6 @@ def _engine(card: ArtefactCard) -> str:
         raise QuantryError(f"{ARTEFACT_FILE} has the format {stored[:40]!r}, which no engine loads", fix=AGAIN)
     label = str(_served(card.proof).get("engine") or engines[0])
     return next((name for name, facts in verifying().items() if facts.label == label), label)
-
-
-def _this_machine() -> Device:
-    """Returns the device that sets the limit here; a usual processor if the machine cannot be read."""
-    try:
-        return detect(0).device
-    except QuantryError:
-        return parse("cpu").device
 
 
 def _context(checkpoint: Checkpoint) -> int:
