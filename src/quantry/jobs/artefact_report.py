@@ -17,6 +17,7 @@ from quantry.engines.contract.adapter import adapter
 from quantry.engines.contract.catalogue import engine_facts, usual, verifying
 from quantry.engines.contract.options import Serving
 from quantry.errors import QuantryError
+from quantry.jobs.artefact_caches import cache_fields
 from quantry.jobs.artefact_card import (
     ArtefactCard,
     count,
@@ -75,6 +76,7 @@ def content_of(folder: Path, device: Device | None = None, proof: Mapping[str, A
         verdict=proof.get("verdict", ""),
         findings=tuple(mappings(proof.get("findings", ()), "the findings of the proof")),
         **_prompts(proof),
+        **cache_fields(proof),
         sensitivity=sensitivity.damage,
         outliers=sensitivity.outliers,
         bits=bits_map(checkpoint, sensitivity.names),
@@ -101,6 +103,7 @@ def content_of_proof(artefact: Path, proof: Mapping[str, Any]) -> Content:
         verdict=proof.get("verdict", ""),
         findings=tuple(mappings(proof.get("findings", ()), "the findings of the proof")),
         **_prompts(proof),
+        **cache_fields(proof),
         notes=tuple(notes_of(proof)),
         versions={"quantry": __version__, **({str(served["engine"]): str(served["version"])} if served else {})},
         provenance={"proof": {"reference": proof.get("reference"), "text": proof.get("text")}},

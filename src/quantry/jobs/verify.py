@@ -12,7 +12,6 @@ from quantry.proof.prove import VerifyOptions, prove
 from quantry.proof.tasks.judge import JudgeEndpoint
 from quantry.proof.text import check_time
 from quantry.quantizing.origin import origin_of
-from quantry.report.sizes import counted
 from quantry.report.stages import named, stages
 from quantry.types import Progress, Proof
 
@@ -86,17 +85,21 @@ def verify(
 
 
 def _measured(
-    artefact: str, reference: str, options: VerifyOptions, kv: str | None, context: int | None, progress: Progress | None
+    artefact: str,
+    reference: str,
+    options: VerifyOptions,
+    kv: str | None,
+    context: int | None,
+    progress: Progress | None,
 ) -> Proof:
     """Returns the proof, with what caches lose if that is asked for."""
     job = verify_cache.prepare(artefact, reference, options, kv, context)
     if job is None:
         return prove(artefact, reference, options, progress)
-    tokens = sum(len(window.tokens) for window in job.windows) * (1 + len(job.caches))
+    tokens = sum(len(window.tokens) for window in job.windows) * (1 + len(job.choice.caches))
     shown = stages(progress, {"proof": PASSES * options.windows * options.length or tokens, "caches": tokens})
     proof = prove(artefact, reference, options, shown["proof"])
-    words = f"{counted(len(job.windows), 'window')} of {job.context} tokens, KV cache of {', '.join(job.caches)}"
-    return replace(proof, kv_cache=verify_cache.measure(job, named(shown["caches"], words)))
+    return replace(proof, kv_cache=verify_cache.measure(job, named(shown["caches"], job.words)))
 
 
 def recorded(proof: Proof) -> Proof:

@@ -53,4 +53,3 @@ def _figures(windows: Sequence[Positions], names: Sequence[str]) -> dict[str, An
 def _units(windows: Sequence[Positions]) -> list[Positions]:
     """Returns what the bootstrap draws: windows, or pieces where there are few."""
     return [piece for window in windows for piece in window.pieces(-(-PIECES // len(windows)))]
-

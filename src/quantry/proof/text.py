@@ -68,7 +68,8 @@ def windows(
 ) -> list[Window]:
     """Cuts the first `count` windows (None: all) of `length` tokens each, BOS included; a shorter rest is dropped.
 
-    `option` gave the length. Raises QuantryError if a window has no token to score, if `count` is below 1, or if the text is too short.
+    `option` gave the length. Raises QuantryError if a window has no token to score, if `count` is below 1, or if the
+    text is too short.
     """
     prefix = prefix_of(tokenizer)
     start = max(1, len(prefix))

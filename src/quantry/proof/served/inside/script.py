@@ -5,8 +5,8 @@
 MODULE is the engine's Python module, SCORER the file with its class `Scorer` (see engines/scorers). FOLDER has
 request.json, and for each window window-N.npz (tokens, start, ids); it gets scored-N.npz (logq, next, top) and at last
 result.json. With `kept` in place of ids, the ids are the engine's own likeliest tokens, so many of each position; they
-are stored too, with the mass of all others (tail). Nothing of Quantry is imported, since it may not be installed here; numpy and torch come with every engine.
-Lines that start with MARK are messages for the process that started this one.
+are stored too, with the mass of all others (tail). Nothing of Quantry is imported, since it may not be installed here;
+numpy and torch come with every engine. Lines that start with MARK are messages for the process that started this one.
 """
 
 import json
