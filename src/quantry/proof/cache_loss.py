@@ -46,8 +46,11 @@ def base_perplexity(windows: Sequence[Positions]) -> float:
 
 
 def _figures(windows: Sequence[Positions], names: Sequence[str]) -> dict[str, Any]:
+    """Returns figures and their intervals; rounding may take the KL of equal caches below zero."""
     found = figures(_units(windows))
-    return {"positions": found.positions, **found.values(names), "intervals": found.intervals(names)}
+    values = {name: max(0.0, value) for name, value in found.values(names).items()}
+    spans = {name: (max(0.0, low), max(0.0, high)) for name, (low, high) in found.intervals(names).items()}
+    return {"positions": found.positions, **values, "intervals": spans}
 
 
 def _units(windows: Sequence[Positions]) -> list[Positions]:

@@ -116,15 +116,15 @@ class Content:
     sensitivity: BlockMap = field(default_factory=dict)  # predicted damage
     outliers: BlockMap = field(default_factory=dict)  # the largest channel over the median one
     bits: BlockMap = field(default_factory=dict)  # bits a weight that were chosen
-    caches: BlockMap = field(default_factory=dict)  # bin of positions -> type of KV cache -> mean KL
-    cache_figures: BlockMap = field(default_factory=dict)  # type -> kl, kl_low, kl_high, top1, ... -> value
-    cache_words: str = ""  # what was compared, and what the capacity is for
     memory: Memory | None = None
     serve: str = ""  # the command of Quantry
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)  # recipe, hashes, calibration text
     engine_command: str = ""  # the same in the engine's own words
+    caches: BlockMap = field(default_factory=dict)  # bin of positions -> type of KV cache -> mean KL
+    cache_figures: BlockMap = field(default_factory=dict)  # type -> kl, kl_low, kl_high, top1, ... -> value
+    cache_words: str = ""  # what was compared, and what the capacity is for
 
     def __post_init__(self) -> None:
         for name in ("title", "model", "date", "gate", "answered", "cache_words", "serve", "engine_command"):

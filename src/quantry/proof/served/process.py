@@ -154,7 +154,7 @@ class ScoringRequest:
         }  # fmt: skip
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         for number, window in enumerate(self.windows):
-            wanted = {"kept": np.array(self.kept)} if self.kept else {"ids": _one_row(self.ids[number])}
+            wanted: dict[str, Any] = {"kept": np.array(self.kept)} if self.kept else {"ids": _one_row(self.ids[number])}
             np.savez(folder / f"window-{number}.npz", tokens=window.tokens, start=window.start, **wanted)
 
     def read(self, folder: Path, notes: Iterable[str]) -> "ScoringResult":

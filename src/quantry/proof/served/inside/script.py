@@ -83,7 +83,7 @@ class ScoredWindow:
             raise RuntimeError(f"the engine showed the logits of {int(self.seen.sum())} of {len(self.seen)} positions")
         if not self.sound.all():
             raise ValueError(f"the logits of {int((~self.sound).sum())} of {len(self.sound)} positions are not finite")
-        own = {"ids": self.ids.int().numpy(), "tail": self.tail.numpy()} if self.kept else {}
+        own: dict[str, Any] = {"ids": self.ids.int().numpy(), "tail": self.tail.numpy()} if self.kept else {}
         np.savez(file, logq=self.logq.numpy(), next=self.next.numpy(), top=self.top.numpy(), **own)
 
 
