@@ -1,6 +1,6 @@
 """What a quantized KV cache loses at length, by position, beside llama.cpp's own measurement in the same run.
 
-    python benchmarks/kv_length.py WORK_FOLDER TEXT MODEL... [--contexts 4096,8192] [--caches q8_0,q4_0] [--windows 2]
+    python benchmarks/kv_length.py WORK_FOLDER TEXT MODEL... [--contexts 4096,8192] [--caches q8_0,q4_0] [--windows 1]
         [--llama-perplexity PATH]
 
 Each model is stored as Q8_0. `llama-perplexity --kl-divergence` scores the second half of its windows, which is our
@@ -42,10 +42,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for model in options.models:
         longest = context_length(open_checkpoint(model).config) or max(options.contexts)
-        for context in dict.fromkeys(min(context, longest) for context in options.contexts):
+        for context in dict.fromkeys(min(context, longest) for context in options.contexts):  # kept after each
             rows.append(_row(model, context, options))
             print(_lines(rows[-1]), flush=True)
-    keep("kv_length", {"text": options.text.name, "stored": "Q8_0", "peer": _version(options), "rows": rows})
+            keep("kv_length", {"text": options.text.name, "stored": "Q8_0", "peer": _version(options), "rows": rows})
 
 
 def _options() -> argparse.Namespace:
@@ -55,7 +55,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("models", type=Path, nargs="+")
     parser.add_argument("--contexts", type=lambda text: [int(part) for part in text.split(",")], default=[4096, 8192])
     parser.add_argument("--caches", default="q8_0,q4_0")
-    parser.add_argument("--windows", type=int, default=2)
+    parser.add_argument("--windows", type=int, default=1)
     parser.add_argument("--llama-perplexity", type=Path)
     return parser.parse_args()
 
@@ -74,7 +74,7 @@ def _row(model: Path, context: int, options: argparse.Namespace) -> dict[str, An
         assert job is not None
         found = verify_cache.measure(job)
     except QuantryError as error:
-        return {**common, "refused": str(error.problem)}
+        return {**common, "refused": str(error.problem).replace(str(out), model.name)}
     row = {**common, "seconds": round(time.perf_counter() - start, 1), **found}
     return {**row, "llama_perplexity": _peer(next(out.glob("*.gguf")), context, options)}
 

@@ -235,7 +235,7 @@ def _caches(found: "Mapping[str, Any]") -> list["RenderableType"]:
 
     heads = [position_range(part) for part in next(iter(found["caches"].values()))["bins"]]
     right = ["mean KL", "95 % interval", *heads, "same first token", "perplexity"]
-    lines = table(("KV cache", *right), right, drop=("95 % interval", "perplexity", "same first token"))
+    lines = table(("KV cache", *right), right, drop=("95 % interval", "perplexity", "same first token", *heads[1:-1]))
     for name, row in found["caches"].items():
         binned = [f"{part['kl']:.4f}" for part in row["bins"]]
         low, high = row["intervals"]["kl"]
