@@ -91,7 +91,9 @@ REFUSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_is_refused_before_any_work(words: str, gguf: Path, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("A river and a tree.")
-    asked = {name: tmp_path / "short.txt" if value == "{text}" else value for name, value in REFUSED[words].items()}
+    asked: dict[str, Any] = {
+        name: tmp_path / "short.txt" if value == "{text}" else value for name, value in REFUSED[words].items()
+    }
     told: list[str] = []
     with pytest.raises(QuantryError, match=words):
         quantry.verify(gguf, **SMALL, **asked, record=False, progress=lambda *_: told.append(""))
