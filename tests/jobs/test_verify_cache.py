@@ -102,7 +102,6 @@ def test_what_is_refused_before_any_work(words: str, gguf: Path, tmp_path: Path)
 
 def test_which_engines_and_models_have_caches(tmp_path: Path, tiny: Callable[..., Path]) -> None:
     demo = open_checkpoint("demo")
-    assert cache_choice(demo, None, None, None) is None
     with pytest.raises(QuantryError, match="measured in an engine, and none is named .*; add --engine vllm"):
         cache_choice(demo, None, "fp8", 512)
     with pytest.raises(QuantryError, match="transformers has no types of KV cache to choose from; use --engine vllm"):
@@ -110,12 +109,11 @@ def test_which_engines_and_models_have_caches(tmp_path: Path, tiny: Callable[...
     with pytest.raises(QuantryError, match="vllm has no KV cache of type 'q8_0'; choose one of"):
         cache_choice(demo, "vllm", "q8_0", 512)
     chosen = cache_choice(demo, "vllm", "int8,fp8,fp8", None)
-    assert chosen is not None
     assert (chosen.caches, chosen.context) == (("int8_per_token_head", "fp8"), 1024)  # the demo's own context
     odd = open_checkpoint(tiny("LlamaForCausalLM", head_dim=48))
     with pytest.raises(QuantryError, match="of q4_0 stores 32 numbers together, and heads of .* have 48; leave --kv"):
         cache_choice(odd, "llama.cpp", "f16,q4_0", 64)
-    assert cache_choice(odd, "llama.cpp", "f16", 64) is not None
+    assert cache_choice(odd, "llama.cpp", "f16", 64).caches == ("f16",)
 
 
 def test_the_room_is_what_llama_cpp_allocates(gguf: Path) -> None:

@@ -114,7 +114,8 @@ def check_cache(artefact: str | Path, engine: str | None, kv: str | None, contex
     from quantry.models.reader import is_on_hub, open_checkpoint
     from quantry.planning.cache_choice import cache_choice
 
-    if not is_on_hub(artefact):
+    asked = kv is not None or context is not None
+    if asked and not is_on_hub(artefact):
         cache_choice(open_checkpoint(artefact), engine, kv, context)
 
 

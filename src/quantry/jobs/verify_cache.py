@@ -52,11 +52,11 @@ def prepare(
     Windows hold as many tokens in all as those of the proof, and are at least one. Raises QuantryError if the engine
     has no such cache, the context is beyond the model's, or the text has too few tokens for one window.
     """
+    if kv is None and context is None:
+        return None
     options.check_engine(artefact)
     checkpoint = open_checkpoint(artefact)
     choice = cache_choice(checkpoint, options.engine, kv, context)
-    if choice is None:
-        return None
     text, count = load_text(options.text), max(1, options.windows * options.length // choice.context)
     words = tokenizer(open_source(reference))
     windows = cut(text, words, choice.context, count if options.windows else None, option="--context")

@@ -23,13 +23,11 @@ class CacheChoice:
     context: int
 
 
-def cache_choice(checkpoint: Checkpoint, engine: str | None, kv: str | None, context: int | None) -> CacheChoice | None:
-    """Returns what `--kv` and `--context` ask for, None if they do not.
+def cache_choice(checkpoint: Checkpoint, engine: str | None, kv: str | None, context: int | None) -> CacheChoice:
+    """Returns what `--kv` and `--context` ask for, of which one at least is given.
 
     Raises QuantryError if the engine has no such cache for the model, or the context is beyond the model's.
     """
-    if kv is None and context is None:
-        return None
     if kv is None:
         raise QuantryError(
             f"--context {context} is the length that a KV cache is measured at, and none is named",
