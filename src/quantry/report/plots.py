@@ -29,7 +29,7 @@ def plots(content: Content, width: int) -> dict[str, Plot]:
         heat(content.sensitivity, width, "sensitivity", "Predicted damage by block and module", "warm"),
         heat(content.bits, width, "bits", "Bits a weight by block and module", "cool"),
         heat(content.outliers, width, "outliers", OUTLIERS, "warm"),
-        heat(content.caches, width, "caches", CACHES, "warm", ("range of tokens in the cache", "type")),
+        heat(content.caches, width, "caches", CACHES, "warm", ("position", "type")),
         memory_bars(content.memory, width) if content.memory else None,
     ]
     return {plot.name: plot for plot in drawn if plot is not None}
