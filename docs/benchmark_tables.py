@@ -47,6 +47,20 @@ def readings_table() -> str:
     return "\n".join([head, "|---" * 4 + "|", *cells, ""])
 
 
+def caches_table() -> str:
+    """Returns what KV caches lost at length, by position, beside llama.cpp's own figure of the second half."""
+    rows = [row for row in result("kv_length")["rows"] if "caches" in row]
+    heads = ("model", "context", "KV cache", "mean KL", "by tokens in the cache", "same first token")
+    lines = [f"| {' | '.join(heads)} | llama-perplexity, last bin |", "|---" * 7 + "|"]
+    for row in rows:
+        for name, found in row["caches"].items():
+            bins = ", ".join(f"to {part['end']:,}: {_kl(part['kl'])}" for part in found["bins"])
+            peer = (row["llama_perplexity"] or {"caches": {}})["caches"].get(name, {})
+            cells = [row["model"], f"{row['context']:,}", f"`{name}`", _kl(found["kl"]), bins, f"{found['top1']:.1%}"]
+            lines.append(f"| {' | '.join([*cells, _kl(peer.get('kl'))])} |")
+    return "\n".join([*lines, ""])
+
+
 def _preset(row: dict[str, Any]) -> str:
     if "kl" not in row:
         return f"| `{row['preset']}` | {row['by']} | | refused | | | | |"

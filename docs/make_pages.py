@@ -14,7 +14,7 @@ from typing import Any
 
 import typer.main
 from api_pages import json_page, python_page
-from benchmark_tables import presets_table, readings_table, speed_table
+from benchmark_tables import caches_table, presets_table, readings_table, speed_table
 from peer_table import peer_table
 from typer.testing import CliRunner
 
@@ -184,6 +184,7 @@ def recorded(name: str) -> str:
 PARTS = {
     "rooms": _rooms,
     "table of peers": peer_table,
+    "table of KV caches": caches_table,
     "table of speeds": speed_table,
     "table of presets": presets_table,
     "table of readings": readings_table,

@@ -262,6 +262,7 @@ class Proof:
     worst_tensors: tuple[Mapping[str, Any], ...]
     domains: tuple[Mapping[str, Any], ...] = ()  # the figures of each text, if there are several
     memory: Mapping[str, Any] | None = None  # predicted, and reported by the engine
+    kv_cache: Mapping[str, Any] | None = None  # what types of KV cache lose as served, by position; and what fits
     prompts: Mapping[str, Any] | None = None
     tasks: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()

@@ -87,8 +87,8 @@ def test_flags_are_frozen() -> None:
             "--tokenizer", "--utilization", "-o", "artefact", "extra",
         ],
         "verify": [
-            "--device", "--engine", "--engine-python", "--gate", "--json", "--judge", "--judge-key", "--judge-model", "--junit",
-            "--length", "--limit", "--markdown", "--max-kl", "--max-perplexity-ratio", "--max-tokens", "--min-top1",
+            "--context", "--device", "--engine", "--engine-python", "--gate", "--json", "--judge", "--judge-key",
+            "--judge-model", "--junit", "--kv", "--length", "--limit", "--markdown", "--max-kl", "--max-perplexity-ratio", "--max-tokens", "--min-top1",
             "--output", "--prompts", "--proof-time", "--record", "--reference", "--report", "--tasks", "--text", "--windows", "-o",
             "artefact",
         ],
@@ -126,6 +126,7 @@ WRONG = {
     "file of verify": ("verify", "demo", "--junit", "/"),
     "preset of convert": ("convert", "demo", "-o", "out", "--to", "gguf", "--requantize", "nonsense"),
     "engine of verify": ("verify", "demo", "--engine", "tgi"),
+    "cache of verify": ("verify", "demo", "--reference", "demo", "--engine", "vllm", "--kv", "q8_0"),
     "presets": ("sweep", "demo", "-o", "out", "--presets", "w4a16:group=64,nonsense"),
     "text": ("diff", "demo", "demo", "--text", "nothing.txt"),
     "engine": ("run", "demo", "--engine", "nonsense"),

@@ -13,7 +13,9 @@ import sys
 import termios
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -141,6 +143,22 @@ def a_proof() -> Proof:
     )  # fmt: skip
 
 
+def a_cache_proof() -> Proof:
+    """A proof with KV caches at 32k."""
+    ends = [0, *(512 << power for power in range(7))]
+    span = {"kl": (0.0111, 0.0133), "top1": (0.97, 0.99)}
+    figures: dict[str, Any] = {"kl": 0.0122, "top1": 0.9766, "perplexity": 12.444, "intervals": span}
+    bins = [{"begin": begin, "end": end, **figures} for begin, end in pairwise(ends)]
+    room = {"bytes_per_token": 131072, "bytes_per_sequence": 1 << 32, "tokens": 123456, "sequences": 3}
+    caches = {
+        "engine": "llama.cpp", "version": "xllamacpp 1", "base": "f16", "perplexity": 12.333, "notes": (),
+        "text": {"name": "held-out.txt", "windows": 1, "length": 32768},
+        "caches": {"q8_0": {**figures, "bins": bins}, "q4_0": {**figures, "bins": bins}},
+        "room": {"device": "AMD EPYC", "bytes": 20 << 30, "caches": dict.fromkeys(("f16", "q8_0", "q4_0"), room)},
+    }  # fmt: skip
+    return replace(a_proof(), kv_cache=caches)
+
+
 def a_difference() -> Difference:
     side = {
         "source": LONG,
@@ -205,6 +223,7 @@ def pictures() -> dict[str, Callable[[], Iterable[Any]]]:
         "cache": lambda: cache.picture(a_cache()),
         "inspect": lambda: inspect.picture(anatomy("demo")),
         "verify": lambda: verify.picture(a_proof()),
+        "verify of caches": lambda: verify.picture(a_cache_proof()),
         "diff": lambda: diff.picture(a_difference()),
         "sweep": lambda: sweep.picture(a_sweep()),
         "sensitivity": lambda: sensitivity.picture(a_sensitivity()),
@@ -272,6 +291,7 @@ def test_names_are_all_there(columns: int) -> None:
     assert {layer.name for layer in a_sensitivity().layers} <= shown("sensitivity")
     assert {"12345.6", "128"} <= shown("bench")
     assert {"0.0123", "98.8%", "12.345"} <= shown("verify")
+    assert {"0.0122", "16k-32k", "131,072", "123,456"} <= shown("verify of caches")
     for name in ("verify", "diff", "sweep", "bench"):
         assert LONG in {word.rstrip(":") for word in shown(name)}
     for name in QUICK:  # nothing of a matrix is left out

@@ -222,6 +222,34 @@ def test_passes_in_chunks_with_rows_behind_them(
             assert_close(Scores(**stored), expected(rows, window, places), 1e-5)
 
 
+@pytest.mark.parametrize("kept", [7, 2 * VOCABULARY])
+def test_an_engine_keeps_its_own_likeliest_tokens(
+    windows: list[Window], model: PreTrainedModel, tmp_path: Path, kept: int
+) -> None:
+    """What caches are compared with: the same as the reference's top k, whose numerics have an oracle of their own."""
+    request = ScoringRequest(DEMO, 600, windows[1:2], kept=kept)
+    request.write(tmp_path)
+    rows, seen = logits(model, windows[1]), ScoredWindow(tmp_path / "window-0.npz")
+    for start in range(0, len(rows), 96):
+        seen.see(start, rows[start : start + 96])
+    seen.save(tmp_path / "scored-0.npz")
+    facts = {"version": "1", "memory": {}, "notes": [], "answers": []}
+    (tmp_path / "result.json").write_text(json.dumps(facts))
+    (found,) = request.read(tmp_path, ()).tops
+    want = top_k(rows, windows[1].tokens, windows[1].start, min(kept, VOCABULARY - 1))
+    order, expected_order = found.ids.argsort(1), want.ids.argsort(1)
+    if kept == 7:
+        assert (np.take_along_axis(found.ids, order, 1) == np.take_along_axis(want.ids, expected_order, 1)).all()
+        logp = np.take_along_axis(want.logp, expected_order, 1)
+        assert np.abs(np.take_along_axis(found.logp, order, 1) - logp).max() < 1e-5
+        assert np.abs(found.tail - want.tail).max() < 1e-4
+    else:
+        assert found.ids.shape == (windows[1].scored, VOCABULARY)
+        assert found.tail.max() < -20  # nothing is left
+    assert np.abs(found.next - want.next).max() < 1e-5
+    assert (found.top == want.top).all()
+
+
 def test_positions_that_were_not_shown_or_are_not_finite(
     windows: list[Window], ids: list[NDArray[np.int32]], tmp_path: Path
 ) -> None:

@@ -135,7 +135,7 @@ def test_json_names_are_frozen(proven: Callable[[str], Proof]) -> None:
     assert set(proof) == {
         "artefact", "reference", "gate", "verdict", "kl", "kl_median", "kl_p99", "top1", "perplexity",
         "reference_perplexity", "noise_floor", "served", "intervals", "findings", "text", "compact", "worst_tensors", "domains", "memory",
-        "prompts", "tasks", "notes", "recorded",
+        "kv_cache", "prompts", "tasks", "notes", "recorded",
     }  # fmt: skip
     assert set(proof["served"]) == {
         "engine", "version", "kl", "kl_median", "kl_p99", "top1", "perplexity", "intervals", "gap",

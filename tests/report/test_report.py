@@ -101,6 +101,19 @@ def a_sweep() -> Content:
         engine_command="llama-server -m small-model-q4_k_m.gguf -c 8192 --port 8080",
         notes=("The head is tied to the embedding.",),
         versions={"quantry": "0.1.0"},
+        caches={"0-512": {"q8_0": 0.00031, "q4_0": 0.0123}, "512-1k": {"q8_0": 0.00042, "q4_0": 0.0145}},
+        cache_figures={
+            "f16": {"bytes_per_token": 131072, "tokens": 45678, "sequences": 5},
+            "q8_0": {
+                "kl": 0.00037,
+                "kl_low": 0.00035,
+                "kl_high": 0.0004,
+                "top1": 0.991,
+                "perplexity": 30.4,
+                "tokens": 87654,
+            },
+        },
+        cache_words="KV caches in llama.cpp against its own of f16",
         provenance={
             "recipe": {"preset": "gguf-q4_k_m", "rules": [{"match": "*.v_proj"}]},
             "sha256": {"a.gguf": "ab" * 32},
@@ -278,6 +291,9 @@ def test_everything_is_on_the_page(sweep_page: str) -> None:
         "ab" * 32,
         "*.v_proj",
         "RTX 3060",
+        content.cache_words,
+        "0.00037 (0.00035 to 0.0004)",
+        "<td>87,654</td>",
     ):
         assert words in sweep_page
     assert re.findall(r'<figure id="(\w+)"', sweep_page) == [
@@ -286,6 +302,7 @@ def test_everything_is_on_the_page(sweep_page: str) -> None:
         "sensitivity",
         "bits",
         "outliers",
+        "caches",
         "memory",
     ]
     for row in content.rows:
@@ -336,7 +353,7 @@ def test_names_are_no_formulas() -> None:
 
 def test_drawings_are_sound_xml_in_known_colours(sweep_page: str) -> None:
     drawings = re.findall(r"<svg.*?</svg>", sweep_page, re.DOTALL)
-    assert len(drawings) == 12
+    assert len(drawings) == 14
     for drawing in drawings:
         root = ElementTree.fromstring(drawing)
         assert [child.tag for child in root][:2] == ["title", "desc"]
@@ -594,13 +611,14 @@ def check_page(browser: Browser, page_file: Path, width: int, dark: bool) -> Non
     surface = PALETTE["surface"][dark]
     assert list(colours(image[3:4, 3:4])) == [surface]
     boxes = browser.evaluate(BOXES)
-    assert [box[0] for box in boxes] == ["pareto", "quality", "sensitivity", "bits", "outliers", "memory"]
+    assert [box[0] for box in boxes] == ["pareto", "quality", "sensitivity", "bits", "outliers", "caches", "memory"]
     wanted = {
         "pareto": "ours",
         "quality": "peer",
         "sensitivity": "warm-8",
         "bits": "cool-8",
         "outliers": "warm-0",
+        "caches": "warm-8",
         "memory": "second",
     }
     for name, seen, *box in boxes:

@@ -123,6 +123,16 @@ def check_scoring_engine(name: str | None) -> None:
     scoring_name(name)
 
 
+def check_cache(artefact: str | Path, engine: str | None, kv: str | None, context: int | None) -> None:
+    """Raises QuantryError for a KV cache or a length that the artefact cannot be measured with; a hub is not asked."""
+    from quantry.models.reader import is_on_hub, open_checkpoint
+    from quantry.planning.cache_choice import cache_choice
+
+    asked = kv is not None or context is not None
+    if asked and not is_on_hub(artefact):
+        cache_choice(open_checkpoint(artefact), engine, kv, context)
+
+
 def check_recipe(**settings: Any) -> None:
     """Raises RecipeError or UnknownNameError for a preset, or for options that it cannot be carried out with."""
     from quantry.quantizing.recipe import AUTO, build, preset_name

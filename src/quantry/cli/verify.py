@@ -9,6 +9,7 @@ from quantry.cli import _flags as flags
 from quantry.cli._domains import domain_table
 from quantry.cli._first import (
     check_at_least,
+    check_cache,
     check_gate,
     check_given,
     check_origin,
@@ -19,8 +20,9 @@ from quantry.cli._first import (
 )
 from quantry.cli._next import tell_next
 from quantry.cli._output import check_files, print_result, progress_bar, table, write_file
+from quantry.report.caches import cache_sentence, room_sentence
 from quantry.report.ci import answered, differing
-from quantry.report.sizes import counted, percent
+from quantry.report.sizes import counted, percent, position_range
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,6 +37,7 @@ EXAMPLES = (
     "quantry verify out --reference owner/name --gate accuracy-critical --engine vllm",
     "quantry verify out --text chats.jsonl,code.txt",
     "quantry verify out --max-kl 0.05 --min-top1 0.9 --junit verify.xml",
+    "quantry verify out --kv q8_0,q4_0 --context 8k",
 )
 Quantized = Annotated[str, typer.Argument(help="A quantized folder or .gguf file.")]
 Reference = Annotated[
@@ -68,6 +71,14 @@ ProofTime = Annotated[
     float | None,
     typer.Option(help="Measure as many of the windows as fit into it, above 0: 90s or 3m; else all.", **flags.TIME),
 ]
+Kv = Annotated[
+    str | None,
+    typer.Option(help="What these types of KV cache lose as served, by position: q8_0,q4_0, or fp8 in vLLM."),
+]
+CacheContext = Annotated[
+    int | None,
+    typer.Option(help="Tokens of a window for --kv, 2 or more: 8k; else 8k or the model's context.", **flags.TOKENS),
+]
 MaxTokens = Annotated[int, typer.Option(help="Tokens of an answer to a prompt, 1 or more.")]
 
 
@@ -90,6 +101,8 @@ def command(
     windows: flags.Windows = 16,
     length: flags.WindowLength = 512,
     proof_time: ProofTime = None,
+    kv: Kv = None,
+    context: CacheContext = None,
     max_tokens: MaxTokens = 64,
     device: flags.Device = "cpu",
     output: Output = None,
@@ -108,6 +121,7 @@ def command(
     check_given(prompts)
     check_present(artefact, reference)
     check_origin(artefact, reference, "with --reference")
+    check_cache(artefact, engine, kv, context)
     check_files(file for file in (junit, markdown) if file)
     from quantry.jobs.verdict import obstacle
     from quantry.jobs.verify import verify
@@ -121,8 +135,8 @@ def command(
             artefact, reference=reference, text=text, prompts=prompts, tasks=tasks, limit=limit, judge=judge,
             judge_model=judge_model, judge_key=judge_key, engine=engine, engine_python=engine_python, gate=gate,
             max_kl=max_kl, min_top1=min_top1, max_perplexity_ratio=max_perplexity_ratio,
-            windows=windows, length=length, proof_time=proof_time, max_tokens=max_tokens, device=device,
-            output=output, record=record, report=report, progress=progress,
+            windows=windows, length=length, proof_time=proof_time, kv=kv, context=context, max_tokens=max_tokens,
+            device=device, output=output, record=record, report=report, progress=progress,
         )  # fmt: skip
     print_result(proof, picture, json)
     for file, make in written.items():
@@ -169,6 +183,7 @@ def picture(proof: "Proof") -> list["RenderableType"]:
         figures,
         *domain_table(proof),
         *_answers(proof),
+        *_caches(proof.kv_cache or {}),
         "",
         *(_failed(finding) for finding in proof.findings if not finding["ok"]),
         *(Text(note, "dim") for note in proof.notes),
@@ -215,6 +230,37 @@ def _answers(proof: "Proof") -> list[str]:
             chance = f" (p = {row['paired']['p']:.2g})" if row["paired"] else ""
             lines.append(f" {task} {metric}: {row['quantized']:.4f}, {row['base']:.4f} in 16 bit{chance}")
     return lines
+
+
+def _caches(found: "Mapping[str, Any]") -> list["RenderableType"]:
+    """Draws what each type of KV cache loses in each bin of positions, and how much of it fits."""
+    if not found:
+        return []
+    from rich.text import Text
+
+    heads = [position_range(part) for part in next(iter(found["caches"].values()))["bins"]]
+    right = ["mean KL", "95 % interval", *heads, "same first token", "perplexity"]
+    lines = table(("KV cache", *right), right, drop=("95 % interval", "perplexity", "same first token", *heads[1:-1]))
+    for name, row in found["caches"].items():
+        binned = [f"{part['kl']:.4f}" for part in row["bins"]]
+        low, high = row["intervals"]["kl"]
+        figures = (f"{row['kl']:.4f}", f"{low:.4f} to {high:.4f}", *binned)
+        lines.add_row(name, *figures, f"{row['top1']:.1%}", f"{row['perplexity']:.3f}")
+    lines.add_row(found["base"], *[""] * (len(heads) + 3), f"{found['perplexity']:.3f}")
+    rooms = _rooms(found.get("room") or {}, found["text"]["length"])
+    return ["", Text(cache_sentence(found), "dim"), lines, *rooms]
+
+
+def _rooms(room: "Mapping[str, Any]", context: int) -> list["RenderableType"]:
+    if not room:
+        return []
+    from rich.text import Text
+
+    right = ("bytes a token", "tokens that fit", f"sequences of {context:,}")
+    lines = table(("KV cache", *right), right)
+    for name, row in room["caches"].items():
+        lines.add_row(name, f"{row['bytes_per_token']:,}", f"{row['tokens']:,}", f"{row['sequences']:,}")
+    return [Text(f"capacity {room_sentence(room)}", "dim"), lines]
 
 
 def _failed(finding: "Mapping[str, Any]") -> "RenderableType":

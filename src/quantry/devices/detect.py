@@ -12,7 +12,7 @@ from threading import Barrier, Thread
 from time import perf_counter
 
 from quantry.devices import Device, Hardware, amd, apple, host, nvidia
-from quantry.devices.catalogue import catalogue, match
+from quantry.devices.catalogue import catalogue, match, parse
 from quantry.devices.processors import processor_rates
 from quantry.errors import QuantryError
 
@@ -38,6 +38,14 @@ def detect(seconds: float = 0.2) -> Hardware:
             fix='describe it instead: --gpu "RTX 4090"',
         )
     return _linux(seconds)
+
+
+def device_here() -> Device:
+    """Returns the device that sets the limit here; a usual processor if the machine cannot be read."""
+    try:
+        return detect(0).device
+    except QuantryError:
+        return parse("cpu").device
 
 
 def measure_bandwidth(seconds: float = 0.2) -> float:

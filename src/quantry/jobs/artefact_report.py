@@ -12,12 +12,12 @@ from typing import Any
 
 from quantry import __version__
 from quantry.devices import Device
-from quantry.devices.catalogue import parse
-from quantry.devices.detect import detect
+from quantry.devices.detect import device_here
 from quantry.engines.contract.adapter import adapter
 from quantry.engines.contract.catalogue import engine_facts, usual, verifying
 from quantry.engines.contract.options import Serving
 from quantry.errors import QuantryError
+from quantry.jobs.artefact_caches import cache_fields
 from quantry.jobs.artefact_card import (
     ArtefactCard,
     count,
@@ -63,7 +63,7 @@ def content_of(folder: Path, device: Device | None = None, proof: Mapping[str, A
     sensitivity = read_sensitivity(folder / SENSITIVITY_FILE)
     engine, served = _engine(card), _served(proof)
     engine_version = {str(served.get("engine")): str(served.get("version", ""))} if served else {}
-    machine = device or _this_machine()
+    machine = device or device_here()
     memory, memory_notes = _memory(checkpoint, engine, proof, machine)
     return Content(
         title=f"{card.text('source')}, {card.name()}",
@@ -77,6 +77,7 @@ def content_of(folder: Path, device: Device | None = None, proof: Mapping[str, A
         findings=tuple(mappings(proof.get("findings", ()), "the findings of the proof")),
         domains=tuple(mappings(proof.get("domains") or (), "the domains of the proof")),
         **_prompts(proof),
+        **cache_fields(proof),
         sensitivity=sensitivity.damage,
         outliers=sensitivity.outliers,
         bits=bits_map(checkpoint, sensitivity.names),
@@ -104,6 +105,7 @@ def content_of_proof(artefact: Path, proof: Mapping[str, Any]) -> Content:
         findings=tuple(mappings(proof.get("findings", ()), "the findings of the proof")),
         domains=tuple(mappings(proof.get("domains") or (), "the domains of the proof")),
         **_prompts(proof),
+        **cache_fields(proof),
         notes=tuple(notes_of(proof)),
         versions={"quantry": __version__, **({str(served["engine"]): str(served["version"])} if served else {})},
         provenance={"proof": {"reference": proof.get("reference"), "text": proof.get("text")}},
@@ -166,14 +168,6 @@ def _engine(card: ArtefactCard) -> str:
         raise QuantryError(f"{ARTEFACT_FILE} has the format {stored[:40]!r}, which no engine loads", fix=AGAIN)
     label = str(_served(card.proof).get("engine") or engines[0])
     return next((name for name, facts in verifying().items() if facts.label == label), label)
-
-
-def _this_machine() -> Device:
-    """Returns the device that sets the limit here; a usual processor if the machine cannot be read."""
-    try:
-        return detect(0).device
-    except QuantryError:
-        return parse("cpu").device
 
 
 def _context(checkpoint: Checkpoint) -> int:

@@ -5,14 +5,17 @@ from pathlib import Path
 
 from quantry.engines.contract.catalogue import scoring_name
 from quantry.errors import OutputError, QuantryError
-from quantry.jobs import verdict
+from quantry.jobs import verdict, verify_cache
 from quantry.models.reader import local_folder
 from quantry.proof.gate import own_limits
 from quantry.proof.prove import VerifyOptions, prove
 from quantry.proof.tasks.judge import JudgeEndpoint
 from quantry.proof.text import Texts, check_time
 from quantry.quantizing.origin import origin_of
+from quantry.report.stages import named, stages
 from quantry.types import Progress, Proof
+
+PASSES = 4  # of the proof over its tokens, about: the reference, its arithmetic, the artefact decoded and served
 
 
 def verify(
@@ -35,6 +38,8 @@ def verify(
     windows: int = 16,
     length: int = 512,
     proof_time: float | None = None,
+    kv: str | None = None,
+    context: int | None = None,
     max_tokens: int = 64,
     device: str = "cpu",
     output: str | Path | None = None,
@@ -51,6 +56,10 @@ def verify(
     JSON lines, `tasks` names tasks of lm-evaluation-harness with commas between, the first `limit` questions of each;
     `judge` is the address of a third model. `max_kl`, `min_top1` and `max_perplexity_ratio` replace the limits of the
     `gate`. `engine` measures the artefact as served: GGUF files always in llama.cpp.
+
+    `kv` names types of KV cache, with commas between: `kv_cache` of the proof then has what each loses in the engine
+    compared with its 16-bit cache, by position in windows of `context` tokens (None: 8192, or the model's context), and
+    how many tokens fit this machine. The verdict does not depend on it.
 
     The verdict goes into a folder `output`, with a `report` if that is asked for. Without one, that on an artefact in
     the hub's cache goes into Quantry's own cache, and that on another tool's is not recorded. `recorded` of the proof
@@ -72,8 +81,26 @@ def verify(
         raise QuantryError("--no-record leaves nothing to write with -o", fix="leave one of them out")
     if folder is not None:
         verdict.check_output(folder, Path(artefact).expanduser())
-    proof = prove(str(artefact), str(reference or origin_of(artefact)), options, progress)
+    proof = _measured(str(artefact), str(reference or origin_of(artefact)), options, kv, context, progress)
     return _recorded(artefact, proof, folder, report=report) if record else proof
+
+
+def _measured(
+    artefact: str,
+    reference: str,
+    options: VerifyOptions,
+    kv: str | None,
+    context: int | None,
+    progress: Progress | None,
+) -> Proof:
+    """Returns the proof, with what caches lose if that is asked for."""
+    job = verify_cache.prepare(artefact, reference, options, kv, context)
+    if job is None:
+        return prove(artefact, reference, options, progress)
+    tokens = sum(len(window.tokens) for window in job.windows) * (1 + len(job.choice.caches))
+    shown = stages(progress, {"proof": PASSES * options.windows * options.length or tokens, "caches": tokens})
+    proof = prove(artefact, reference, options, shown["proof"])
+    return replace(proof, kv_cache=verify_cache.measure(job, named(shown["caches"], job.words)))
 
 
 def recorded(proof: Proof) -> Proof:

@@ -1,14 +1,15 @@
 """A GGUF file loaded by llama.cpp itself, through the C API of the library inside xllamacpp: tokens and logits.
 
 Parameter structs change from version to version, but they are passed in memory: each is declared larger than it is and
-filled with llama.cpp's own defaults; only leading fields that never moved are set.
+filled with llama.cpp's own defaults. Of the fields, the first is set, which never moved; and the types of the KV cache,
+which are found by their defaults and confirmed by what llama.cpp then logs.
 """
 
 import ctypes
 import os
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int8, c_int32, c_uint32, c_void_p
 from functools import cache, partial
 from pathlib import Path
@@ -27,6 +28,10 @@ MIB = 1 << 20
 BUFFER = re.compile(
     r"(?P<buffer>REPACK model|model|KV|RS|compute|output) buffer size = +(?P<size>[\d.]+) MiB"
 )  # in its log
+CACHE = re.compile(r"K \((?P<keys>\w+)\): .*V \((?P<values>\w+)\):")  # in its log: the types of a KV cache
+HALF = "f16"  # the KV cache unless another is asked for
+F16 = 1  # of enum ggml_type
+CACHE_FIELDS = (0, 0, 0, 0, F16, F16)  # words of a context's default parameters: two null pointers, then K and V
 BUFFERS = {  # its name -> ours
     "model": "weights",
     "REPACK model": "repacked",  # copies in another order, for its kernels
@@ -88,38 +93,42 @@ class LlamaModel:
         with LlamaModel("model.gguf") as model:
             logits = model.logits(model.tokenize("Once upon a time"))
 
-    `memory` has the bytes that llama.cpp reported when it loaded: `weights`, copies of them in another order
-    (`repacked`), `kv_cache`, `compute` and `output`. Raises ModelNotFoundError if there is no such file and
-    CheckpointError if llama.cpp cannot load it.
+    `cache` is the type of K and V in its context: f16, q8_0, q4_0, ... `memory` has the bytes that llama.cpp reported
+    when it loaded: `weights`, copies of them in another order (`repacked`), `kv_cache`, `compute` and `output`. Raises
+    ModelNotFoundError if there is no such file, CheckpointError if llama.cpp cannot load it, and QuantryError if it has
+    no such cache for the model.
     """
 
     def __init__(
-        self, path: Path | str, context: int = 512, threads: int | None = None, library: ctypes.CDLL | None = None
+        self,
+        path: Path | str,
+        context: int = 512,
+        threads: int | None = None,
+        library: ctypes.CDLL | None = None,
+        *,
+        cache: str = HALF,
+        weights: "_Weights | None" = None,  # of another context, which are loaded already
     ) -> None:
-        file = Path(path)
-        if not file.is_file():
-            raise ModelNotFoundError(f"{file} is not a file", fix="give the path of a GGUF file")
+        self.path = Path(path)
         self._api = library or api()
         _log.clear()
         _sizes.clear()
-        model = self._api.llama_model_load_from_file(os.fsencode(file), self._api.llama_model_default_params())
-        if not model:
-            raise _refused(file, "does not load")
-        params = self._api.llama_context_default_params()
-        params.words[0] = context
-        self._context = self._api.llama_init_from_model(model, params)
-        if not self._context:
-            self._api.llama_model_free(model)
-            raise _refused(file, f"gets no context of {context} tokens")
-        self._release = finalize(self, _free, self._api, model, self._context)
+        params = _context_params(self._api, context, cache)
+        self._weights = weights or _Weights(self._api, self.path)
+        self._context = self._weights.open(params, cache)
+        self._release = finalize(self, self._weights.close, self._context)
+        self._threads = threads or os.cpu_count() or 1
         self.memory = _memory()
-        cores = threads or os.cpu_count() or 1
-        self._api.llama_set_n_threads(self._context, cores, cores)
-        self._vocabulary = self._api.llama_model_get_vocab(model)
-        self._template = self._api.llama_model_chat_template(model, None)
-        self.path = file
+        self._api.llama_set_n_threads(self._context, self._threads, self._threads)
+        self._vocabulary = self._api.llama_model_get_vocab(self._weights.model)
+        self._template = self._api.llama_model_chat_template(self._weights.model, None)
         self.context = int(self._api.llama_n_ctx(self._context))
         self.vocabulary = int(self._api.llama_vocab_n_tokens(self._vocabulary))
+
+    def beside(self, cache: str) -> "LlamaModel":
+        """Returns a second context of the same weights with another type of KV cache; `memory` is its own alone."""
+        self._open()
+        return LlamaModel(self.path, self.context, self._threads, self._api, cache=cache, weights=self._weights)
 
     @property
     def chat_template(self) -> str | None:
@@ -143,11 +152,19 @@ class LlamaModel:
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Returns the logits after each token, as (tokens, vocabulary)."""
-        self._start(tokens, len(tokens))
         logits = np.empty((len(tokens), self.vocabulary), np.float32)
-        for start, piece in self._pieces(tokens):
-            logits[start : start + len(piece)] = self._decode(piece, all_logits=True)
+        for start, rows in self.logits_by_piece(tokens):
+            logits[start : start + len(rows)] = rows
         return logits
+
+    def logits_by_piece(self, tokens: Sequence[int]) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """Yields the first place and the logits of one piece of the tokens after the other, in bounded memory.
+
+        The logits are valid until the next piece.
+        """
+        self._start(tokens, len(tokens))
+        for start, piece in self._pieces(tokens):
+            yield start, self._decode(piece, all_logits=True)
 
     def generate(self, tokens: Sequence[int], count: int) -> list[int]:
         """Returns the likeliest next tokens, at most `count`, without the token that ends the text."""
@@ -215,8 +232,64 @@ class LlamaModel:
         return np.ctypeslib.as_array(rows, (count if all_logits else 1, self.vocabulary))
 
 
+class _Weights:
+    """The weights of a model, which its contexts share; they are freed with the last of these."""
+
+    def __init__(self, api: ctypes.CDLL, file: Path) -> None:
+        if not file.is_file():
+            raise ModelNotFoundError(f"{file} is not a file", fix="give the path of a GGUF file")
+        self.api, self.file, self.contexts = api, file, 0
+        self.model = api.llama_model_load_from_file(os.fsencode(file), api.llama_model_default_params())
+        if not self.model:
+            raise _refused(file, "does not load")
+
+    def open(self, params: _Params, cache: str) -> int:
+        """Opens a context, whose KV cache must come out in that type. Raises QuantryError if there is none."""
+        _caches.clear()
+        context: int | None = self.api.llama_init_from_model(self.model, params)
+        if not context:
+            self._free_unused()
+            raise _no_context(self.file, params.words[0], cache)
+        self.contexts += 1
+        if cache != HALF and set(_caches) != {cache}:
+            self.close(context)
+            raise QuantryError(
+                f"llama.cpp gives {self.file.name} a KV cache of {' and '.join(sorted(set(_caches))) or 'no type'}, "
+                f"not of {cache}",
+                fix="choose another type, or install the version of xllamacpp that constraints.txt names",
+            )
+        return context
+
+    def close(self, context: int) -> None:
+        """Frees a context, and with the last one the weights."""
+        self.api.llama_free(context)
+        self.contexts -= 1
+        self._free_unused()
+
+    def _free_unused(self) -> None:
+        if self.contexts == 0:
+            self.api.llama_model_free(self.model)
+
+
+def _context_params(api: ctypes.CDLL, tokens: int, cache: str) -> _Params:
+    """Returns llama.cpp's own parameters of a context, with its length and the type of K and V."""
+    params: _Params = api.llama_context_default_params()
+    params.words[0] = tokens
+    if cache == HALF:
+        return params
+    from quantry.numerics.ggml.native import NUMBERS
+
+    number, width, words = NUMBERS.get(cache.upper()), len(CACHE_FIELDS), params.words[:]
+    place = next((at for at in range(len(words) - width) if tuple(words[at : at + width]) == CACHE_FIELDS), None)
+    if number is None or place is None:
+        raise QuantryError(f"llama.cpp has no KV cache of type {cache[:40]!r} here", fix="use q8_0 or q4_0")
+    params.words[place + width - 2] = params.words[place + width - 1] = number
+    return params
+
+
 _log: deque[str] = deque(maxlen=16)  # the last errors that llama.cpp logged
 _sizes: list[tuple[str, float]] = []  # the buffers that it logged since the last load began, in MiB
+_caches: list[str] = []  # the types of K and V that it logged for the context it opened last
 
 
 def _listen(level: int, text: bytes | None, _: Any) -> None:
@@ -226,6 +299,8 @@ def _listen(level: int, text: bytes | None, _: Any) -> None:
         _log.append(words)
     elif line := BUFFER.search(words):
         _sizes.append((BUFFERS[line["buffer"]], float(line["size"])))
+    elif line := CACHE.search(words):
+        _caches.extend((line["keys"], line["values"]))
 
 
 def _memory() -> dict[str, int]:
@@ -257,12 +332,14 @@ def declared(native: ctypes.CDLL) -> ctypes.CDLL:
     return native
 
 
-def _refused(file: Path, what: str) -> CheckpointError:
+def _refused(file: Path, what: str, fix: str = "write the file again, or update xllamacpp") -> CheckpointError:
     words = next(iter(_log), "it gives no reason")  # later errors only say that loading failed
     reason = re.sub(r"^(\w+: |error loading model: )+", "", words)  # without the names of its functions
-    return CheckpointError(f"{file} {what} in llama.cpp: {reason}", fix="write the file again, or update xllamacpp")
+    return CheckpointError(f"{file} {what} in llama.cpp: {reason}", fix=fix)
 
 
-def _free(api: ctypes.CDLL, model: int, context: int) -> None:
-    api.llama_free(context)
-    api.llama_model_free(model)
+def _no_context(file: Path, tokens: int, cache: str) -> CheckpointError:
+    what = f"gets no context of {tokens} tokens"
+    if cache == HALF:
+        return _refused(file, what)
+    return _refused(file, f"{what} with a KV cache of {cache}", "choose another type of cache, or a shorter context")

@@ -56,6 +56,36 @@ class Scores:
     top: Array  # (n,) int32
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Positions:
+    """What was compared at each of some positions, in float64."""
+
+    kl: Array  # nats
+    same: Array  # 1 where the most probable token is the reference's, else 0
+    next: Array  # log-probability of the token that comes next
+    reference_next: Array
+
+    def __len__(self) -> int:
+        return len(self.kl)
+
+    def part(self, begin: int, end: int) -> "Positions":
+        """Returns the positions from `begin` to before `end`."""
+        return Positions(*(column[begin:end] for column in self._columns()))
+
+    def pieces(self, count: int) -> list["Positions"]:
+        """Cuts the positions into at most `count` pieces of about equal length."""
+        columns = [np.array_split(column, min(count, len(self))) for column in self._columns()]
+        return [Positions(*piece) for piece in zip(*columns, strict=True)]
+
+    @classmethod
+    def joined(cls, parts: Sequence["Positions"]) -> "Positions":
+        """Returns the positions of all parts, in their order."""
+        return cls(*(np.concatenate(column) for column in zip(*(part._columns() for part in parts), strict=True)))
+
+    def _columns(self) -> tuple[Array, ...]:
+        return self.kl, self.same, self.next, self.reference_next
+
+
 @dataclass(frozen=True, slots=True)
 class Divergence:
     """The figures of an artefact against its reference: nats, shares and perplexities. Field names are JSON names."""
@@ -162,28 +192,60 @@ def is_whole(ids: Array) -> bool:
 
 def summary(reference: Iterable[TopK], scores: Iterable[Scores], *, draws: int = DRAWS, seed: int = 0) -> Divergence:
     """Returns the figures of all windows together; reads both iterables once, one window at a time."""
-    units = [_unit(kept, observed) for kept, observed in zip(reference, scores, strict=True)]
-    windows = len(units)
-    if windows == 1:
-        pieces = [np.array_split(column, min(PIECES, len(column))) for column in units[0].values()]
-        units = [dict(zip(units[0], piece, strict=True)) for piece in zip(*pieces, strict=True)]
-    sizes = np.array([len(unit["kl"]) for unit in units])
+    return figures([compare(kept, observed) for kept, observed in zip(reference, scores, strict=True)], draws, seed)
+
+
+def figures(windows: Sequence[Positions], draws: int = DRAWS, seed: int = 0) -> Divergence:
+    """Returns the figures of what was compared in all windows together."""
+    units = windows if len(windows) > 1 else windows[0].pieces(PIECES)
+    sizes = np.array([len(unit) for unit in units])
     counts = np.random.default_rng(seed).multinomial(len(units), np.full(len(units), 1 / len(units)), size=draws)
     counts = np.vstack([np.ones_like(counts[:1]), counts])  # row 0 is the measurement itself
-    means = {name: counts @ [unit[name].sum() for unit in units] / (counts @ sizes) for name in units[0]}
-    median, p99 = weighted_quantiles([unit["kl"] for unit in units], counts, (0.5, 0.99))
+
+    def means(name: str) -> Array:
+        mean: Array = counts @ [getattr(unit, name).sum() for unit in units] / (counts @ sizes)
+        return mean
+
+    median, p99 = weighted_quantiles([unit.kl for unit in units], counts, (0.5, 0.99))
     level = _outer_level(len(units))
+    following, reference_next = means("next"), means("reference_next")
     return Divergence(
-        kl=_interval(means["kl"], level),
+        kl=_interval(means("kl"), level),
         kl_median=_interval(median, level),
         kl_p99=_interval(p99, level),
-        top1=_interval(means["same"], level),
-        perplexity=_interval(np.exp(-means["next"]), level),
-        reference_perplexity=_interval(np.exp(-means["reference_next"]), level),
-        perplexity_ratio=_interval(np.exp(means["reference_next"] - means["next"]), level),
+        top1=_interval(means("same"), level),
+        perplexity=_interval(np.exp(-following), level),
+        reference_perplexity=_interval(np.exp(-reference_next), level),
+        perplexity_ratio=_interval(np.exp(reference_next - following), level),
         positions=int(sizes.sum()),
-        windows=windows,
+        windows=len(windows),
     )
+
+
+def compare(reference: TopK, scores: Scores) -> Positions:
+    """Compares an artefact with its reference at the positions of a window."""
+    return Positions(
+        kl(reference, scores),
+        (reference.top == scores.top).astype(np.float64),
+        scores.next.astype(np.float64),
+        reference.next.astype(np.float64),
+    )
+
+
+def compare_logits(p_logits: Tensor, q_logits: Tensor, following: Sequence[int]) -> Positions:
+    """Compares (positions, vocabulary) logits with the reference's, over the whole vocabulary.
+
+    `following` are the tokens that come next. Raises WeightError if a logit is not finite.
+    """
+    parts, done = list[Positions](), 0
+    for p_part, q_part in _chunks(p_logits, q_logits):
+        logp, logq = _log_probabilities(p_part), _log_probabilities(q_part)
+        target = torch.tensor(following[done : done + len(p_part)], device=logp.device)
+        same = (p_part.argmax(1) == q_part.argmax(1)).double()
+        columns = ((logp.exp() * (logp - logq)).sum(1), same, _at(logq, target), _at(logp, target))
+        parts.append(Positions(*(_joined([column]) for column in columns)))
+        done += len(p_part)
+    return Positions.joined(parts)
 
 
 def _top_k(part: Tensor, target: Tensor, k: int) -> tuple[Tensor, ...]:
@@ -235,15 +297,6 @@ def _log(mass: Array) -> Array:
     with np.errstate(divide="ignore"):
         logarithm: Array = np.log(np.maximum(mass, 0))
     return logarithm
-
-
-def _unit(reference: TopK, scores: Scores) -> dict[str, Array]:
-    return {
-        "kl": kl(reference, scores),
-        "same": (reference.top == scores.top).astype(np.float64),
-        "next": scores.next.astype(np.float64),
-        "reference_next": reference.next.astype(np.float64),
-    }
 
 
 def weighted_quantiles(values: Sequence[Array], counts: Array, shares: Sequence[float]) -> Array:

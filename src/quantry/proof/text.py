@@ -70,16 +70,19 @@ class TextFile:
         return digest.hexdigest()
 
 
-def windows(text: str | TextFile, tokenizer: Any, length: int, count: int | None) -> list[Window]:
+def windows(
+    text: str | TextFile, tokenizer: Any, length: int, count: int | None, *, option: str = "--length"
+) -> list[Window]:
     """Cuts the first `count` windows (None: all) of `length` tokens each, BOS included; a shorter rest is dropped.
 
-    Raises QuantryError if a window has no token to score, if `count` is below 1, or if the text is too short.
+    `option` gave the length. Raises QuantryError if a window has no token to score, if `count` is below 1, or if the
+    text is too short.
     """
     prefix = prefix_of(tokenizer)
     start = max(1, len(prefix))
     if length <= start:
         raise QuantryError(
-            f"a window of {length} tokens has no token to score", fix=f"give a --length of at least {start + 1}"
+            f"a window of {length} tokens has no token to score", fix=f"give a {option} of at least {start + 1}"
         )
     if count is not None and count < 1:
         raise QuantryError(f"{count} windows leave nothing to measure", fix="ask for at least 1")
@@ -93,7 +96,7 @@ def windows(text: str | TextFile, tokenizer: Any, length: int, count: int | None
         name = "the text" if isinstance(text, str) else text.name
         raise QuantryError(
             f"{name} has {len(tokens)} tokens and one window needs {step}",
-            fix="use a shorter --length or a longer text",
+            fix=f"use a shorter {option} or a longer text",
         )
     cuts = range(0, step * min(available, available if count is None else count), step)
     return [Window((*prefix, *tokens[cut : cut + step]), start) for cut in cuts]

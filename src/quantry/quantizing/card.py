@@ -25,6 +25,7 @@ from quantry.quantizing.card_head import card_head
 from quantry.quantizing.recipe import AUTO, Preset, Recipe
 from quantry.quantizing.tensor_plan import TensorPlan
 from quantry.report import domains
+from quantry.report.caches import cache_lines
 from quantry.report.ci import answered, listed
 from quantry.storage import ARTEFACT_FILE
 from quantry.types import Anatomy, Artefact
@@ -216,6 +217,7 @@ def proof_section(proof: Mapping[str, Any]) -> str:
         "\n".join(domains.markdown(proof.get("domains") or ())),
         _memory(proof.get("memory") or {}),
         _prompts(proof.get("prompts") or {}),
+        "\n".join(cache_lines(proof["kv_cache"])) if proof.get("kv_cache") else "",
         "\n".join(f"- {finding['words']}" for finding in proof.get("findings", ()) if not finding.get("ok", True)),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from quantry.report import domains
+from quantry.report.caches import cache_lines
 from quantry.report.sizes import counted, percent
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ def _lines(proof: "Proof") -> Iterator[str]:
     yield f"Gate {proof.gate}: {passed} of {len(proof.findings)} checks passed, on {windows}."
     if proof.prompts:
         yield from ("", *listed(answered(proof.prompts), differing(proof.prompts)))
+    if proof.kv_cache:
+        yield from ("", *cache_lines(proof.kv_cache))
     failed = [finding for finding in proof.findings if not finding["ok"]]
     if failed:
         yield ""

@@ -123,9 +123,12 @@ class Content:
     provenance: Mapping[str, Any] = field(default_factory=dict)  # recipe, hashes, calibration text
     engine_command: str = ""  # the same in the engine's own words
     domains: tuple[Mapping[str, Any], ...] = ()  # as a proof has them: the figures of each text
+    caches: BlockMap = field(default_factory=dict)  # bin of positions -> type of KV cache -> mean KL
+    cache_figures: BlockMap = field(default_factory=dict)  # type -> kl, kl_low, kl_high, top1, ... -> value
+    cache_words: str = ""  # what was compared, and what the capacity is for
 
     def __post_init__(self) -> None:
-        for name in ("title", "model", "date", "gate", "answered", "serve", "engine_command"):
+        for name in ("title", "model", "date", "gate", "answered", "cache_words", "serve", "engine_command"):
             _text(getattr(self, name), name)
         for name in ("noise_floor", "reference_perplexity"):
             if (value := getattr(self, name)) is not None:
@@ -134,7 +137,7 @@ class Content:
             raise _wrong(f"a report of {len(self.rows)} rows, more than {FILES}", "leave some out")
         if self.verdict not in ("", "pass", "fail"):
             raise _wrong(f"the verdict is {self.verdict!r}", "give pass, fail or nothing")
-        for name in ("sensitivity", "outliers", "bits"):
+        for name in ("sensitivity", "outliers", "bits", "caches", "cache_figures"):
             _check_map(getattr(self, name), name)
         for name in ("versions", "provenance"):
             _pairs(getattr(self, name), name)

@@ -1,4 +1,4 @@
-"""Heat maps: blocks from left to right, modules from top to bottom."""
+"""Heat maps: blocks (or positions) from left to right, modules (or types of cache) from top to bottom."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TOP, BOTTOM, RIGHT = 50, 34, 14  # margins of a map
+WRITTEN = ("bits", "caches")  # maps whose cells show their figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,10 @@ def steps_of(values: Sequence[float]) -> ColourSteps:
     return ColourSteps(min(values), high, False)
 
 
-def heat(values: BlockMap, width: int, name: str, title: str, ramp: str) -> Plot | None:
-    """Draws a map, or returns None if it has no cells."""
+def heat(
+    values: BlockMap, width: int, name: str, title: str, ramp: str, axes_names: tuple[str, str] = ("block", "module")
+) -> Plot | None:
+    """Draws a map, or returns None if it has no cells. `axes_names` say what a column and a line are."""
     cells = {(block, module): float(value) for block, row in values.items() for module, value in row.items()}
     if not cells:
         return None
@@ -81,14 +84,14 @@ def heat(values: BlockMap, width: int, name: str, title: str, ramp: str) -> Plot
         cells, blocks, modules, steps_of(list(cells.values())), ramp, room, (width - room - RIGHT) / len(blocks), tall
     )
     _cells(axes, drawn)
-    _map_axes(axes, drawn)
-    if name == "bits":
+    _map_axes(axes, drawn, axes_names[0])
+    if name in WRITTEN:
         _cell_words(axes, drawn)
     _scale(figure, drawn, width, height)
     worst = max(cells, key=lambda cell: cells[cell])
     about = (
-        f"A map of {len(blocks)} blocks by {len(modules)} modules,"
-        f" from {min(cells.values()):.3g} to {cells[worst]:.3g}; the most is block {worst[0]}, {worst[1]}."
+        f"A map of {len(blocks)} {axes_names[0]}s by {len(modules)} {axes_names[1]}s,"
+        f" from {min(cells.values()):.3g} to {cells[worst]:.3g}; the most is {axes_names[0]} {worst[0]}, {worst[1]}."
     )
     return Plot(name, title, about, figure)
 
@@ -106,7 +109,7 @@ def _cells(axes: "Axes", drawn: _HeatMap) -> None:
     axes.set_ylim(len(drawn.modules), 0)
 
 
-def _map_axes(axes: "Axes", drawn: _HeatMap) -> None:
+def _map_axes(axes: "Axes", drawn: _HeatMap, below: str) -> None:
     """Writes names at every cell, or at every second, fifth, ... if they would touch."""
     spare(axes)
     axes.spines["bottom"].set_visible(False)
@@ -118,7 +121,7 @@ def _map_axes(axes: "Axes", drawn: _HeatMap) -> None:
     lines = range(0, len(drawn.modules), max(1, ceil(12 / drawn.tall)))
     axes.set_yticks([at + 0.5 for at in lines], [shortened(drawn.modules[at], drawn.room - 8) for at in lines])
     axes.tick_params(axis="y", labelcolor=light("ink"))
-    axes.set_xlabel("block", fontsize=SMALL)
+    axes.set_xlabel(below, fontsize=SMALL)
 
 
 def _cell_words(axes: "Axes", drawn: _HeatMap) -> None:

@@ -29,6 +29,7 @@ def page(content: Content) -> str:
         _sensitivity(content, figures),
         _map("Where the bits went", content.bits, figures.get("bits"), "Bits a weight", ".3g"),
         _map("Outlier channels", content.outliers, figures.get("outliers"), OUTLIERS, ".1f"),
+        _caches(content, figures.get("caches", "")),
         _memory(content.memory, figures.get("memory", "")),
         section("Serve it", _command(content.serve), _own_words(content.engine_command)),
         section("Notes", bullets(content.notes)),
@@ -180,6 +181,28 @@ def _whole_map(values: BlockMap, words: str, style: str) -> str:
     ]
     cells = table(["block", *modules], lines, caption=words)
     return f"<details><summary>All figures of the map</summary>{cells}</details>"
+
+
+def _caches(content: Content, drawn: str) -> str:
+    """Returns what each type of KV cache loses, by position and in all, and how much of it fits."""
+    if not content.cache_figures:
+        return ""
+    lines = [
+        markup.row(
+            name,
+            (
+                _spanned(row.get("kl"), (row["kl_low"], row["kl_high"]) if "kl_low" in row else None, ".3g"),
+                _number(row.get("top1"), ".1%"),
+                _number(row.get("perplexity"), ".4g"),
+                *(_number(row.get(key), ",") for key in ("bytes_per_token", "tokens", "sequences")),
+            ),
+        )
+        for name, row in content.cache_figures.items()
+    ]
+    columns = ["type", "mean KL", "same first token", "perplexity", "bytes a token", "tokens that fit", "sequences"]
+    figures = table(columns, lines, caption="Types of KV cache")
+    caption = f'<p class="caption">{escaped(content.cache_words)}.</p>'
+    return section("KV cache at length", caption, drawn, figures)
 
 
 def _memory(memory: Memory | None, drawn: str) -> str:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 MARGIN = 40  # pixels of the picture
 OUTLIERS = "Largest channel over the median one"
+CACHES = "Mean KL of KV caches by tokens in the cache"
 
 
 def plots(content: Content, width: int) -> dict[str, Plot]:
@@ -28,6 +29,7 @@ def plots(content: Content, width: int) -> dict[str, Plot]:
         heat(content.sensitivity, width, "sensitivity", "Predicted damage by block and module", "warm"),
         heat(content.bits, width, "bits", "Bits a weight by block and module", "cool"),
         heat(content.outliers, width, "outliers", OUTLIERS, "warm"),
+        heat(content.caches, width, "caches", CACHES, "warm", ("position", "type")),
         memory_bars(content.memory, width) if content.memory else None,
     ]
     return {plot.name: plot for plot in drawn if plot is not None}

@@ -1,6 +1,6 @@
 """Sizes and counts for people, the same everywhere: reports, plans, errors and the command line."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 
@@ -28,6 +28,15 @@ def alike(count: float, others: Iterable[float]) -> str:
 def counted(number: int, what: str, several: str | None = None) -> str:
     """Writes a number with its noun: '1 file', '1,024 files', '2 passes' where `several` is 'passes'."""
     return f"{number:,} {what if number == 1 else several or what + 's'}"
+
+
+def position_range(row: Mapping[str, int]) -> str:
+    """Returns a bin of positions as people write it: 512-1k; `row` has its `begin` and its `end`."""
+    return f"{_thousands(row['begin'])}-{_thousands(row['end'])}"
+
+
+def _thousands(tokens: int) -> str:
+    return f"{tokens >> 10}k" if tokens and tokens % 1024 == 0 else str(tokens)
 
 
 def nats(value: float) -> str:

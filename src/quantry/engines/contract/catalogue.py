@@ -131,6 +131,7 @@ class CacheFacts:
     half: str | None = None  # takes half of 16 bit
     tuned: tuple[str, ...] = ()  # that `quantry tune` tries
     recipes: Mapping[str, str] = field(default_factory=dict)  # type of a recipe's KV cache -> type
+    flag: str = ""  # whose values are the types; `quantry verify` compares them if its scorer takes a `cache`
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +312,27 @@ def verifying() -> dict[str, VerifyFacts]:
 def scoring_name(name: str | None) -> str | None:
     """Returns the engine of `quantry verify` that somebody means, None for none. Raises UnknownNameError."""
     return None if name is None else engine_name(name, verifying())
+
+
+def cache_types(name: str, wanted: str) -> tuple[str, ...]:
+    """Returns types of an engine's KV cache from names with commas between, in the engine's words or a recipe's.
+
+    Raises QuantryError if the engine offers no choice, and UnknownNameError, with suggestions, for an unknown name.
+    """
+    facts = engine_facts(name).kv_cache
+    known = {flag.value: None for flag in flags(name).values() if facts.flag and flag.name == facts.flag and flag.value}
+    known.pop("auto", None)
+    if not known:
+        raise QuantryError(
+            f"{name} has no types of KV cache to choose from", fix="use --engine vllm, or llama.cpp with a GGUF file"
+        )
+    types = dict.fromkeys(facts.recipes.get(word, word) for word in map(str.strip, wanted.split(",")))
+    for kind in types:
+        if kind not in known:
+            raise UnknownNameError(
+                f"{name} has no KV cache of type {kind[:40]!r}", fix=registry.suggest(kind, tuple(filter(None, known)))
+            )
+    return tuple(types)
 
 
 def known_version(name: str, version: str | None) -> str:

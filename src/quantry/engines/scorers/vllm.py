@@ -31,6 +31,7 @@ class Scorer:
             "enable_prefix_caching": False,
             "disable_log_stats": True,
             "seed": 0,
+            **({"kv_cache_dtype": request["cache"]} if request["cache"] else {}),
         }
         self.llm = vllm.LLM(model=request["model"], trust_remote_code=False, **{**settings, **request["options"]})
         self.llm.apply_model(lambda model: model.register_forward_hook(self._after_pass, with_kwargs=True))

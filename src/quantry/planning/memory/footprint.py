@@ -54,6 +54,25 @@ def host_memory(needed: Footprint) -> int:
     return sum(size for name, size in needed.parts.items() if name.endswith(HOST))
 
 
+def cache_bytes(deployment: Deployment, context: int) -> tuple[int, int]:
+    """Returns the bytes of cache for one token, in the layers that keep each, and for one sequence of `context` tokens.
+
+    Both are over all devices.
+    """
+    weights = stored(deployment.checkpoint, deployment.recipe, deployment.keep_odd)
+    dtype = cache_type(deployment.kv, deployment.terms, weights.dtype)
+    token = sum(layer.token_bytes(dtype) for layer in layers_of(deployment.checkpoint.config) if layer)
+    return token, sum(
+        share.per_sequence * share.stage.tensor for share in _shares(deployment, Workload(context, prompt=context))
+    )
+
+
+def base_cache(deployment: Deployment) -> str:
+    """Returns the 16-bit type of KV cache that the engine takes unless another is asked for."""
+    weights = stored(deployment.checkpoint, deployment.recipe, deployment.keep_odd)
+    return cache_type("auto", deployment.terms, weights.dtype).name
+
+
 def kv_capacity(deployment: Deployment, context: int) -> int:
     """Returns the tokens of cache that fit beside everything else, for sequences of `context` tokens."""
     sequence, free = _tightest(deployment, context)

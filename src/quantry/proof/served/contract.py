@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from quantry.proof.divergence import Array, Scores
+from quantry.proof.divergence import Array, Positions, Scores
 from quantry.proof.text import Window
 from quantry.types import Progress
 
@@ -21,8 +21,18 @@ class Served:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class ServedCaches:
+    """An engine with some types of KV cache, each compared with its own 16-bit cache, window by window."""
+
+    engine: str
+    version: str
+    positions: Mapping[str, list[Positions]]  # by type; the windows in their order
+    notes: tuple[str, ...] = ()
+
+
 class ScoringEngine(Protocol):
-    """An engine that scores windows and answers prompts."""
+    """An engine that scores windows, compares caches and answers prompts."""
 
     def check(self) -> None:
         """Raises QuantryError if the engine is not installed; loads nothing."""
@@ -33,6 +43,20 @@ class ScoringEngine(Protocol):
         """Returns, for every scored position, the log-probabilities of `ids` and of the next token, and the top one.
 
         Raises QuantryError if the engine is not installed, cannot load the artefact or fails.
+        """
+
+    def compare_caches(
+        self,
+        artefact: Path,
+        windows: Sequence[Window],
+        base: str,
+        caches: Sequence[str],
+        *,
+        progress: Progress | None = None,
+    ) -> ServedCaches:
+        """Compares the artefact with each of some types of KV cache to itself with the type `base`.
+
+        Raises QuantryError as `score` does, and if the engine has no such cache for the model.
         """
 
     def generate(self, artefact: Path, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """llama.cpp, embedded: the library inside xllamacpp runs the GGUF file in this process."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -12,8 +13,8 @@ from quantry.errors import CheckpointError, ModelNotFoundError, QuantryError, We
 from quantry.llamacpp.model import LlamaModel
 from quantry.llamacpp.trial import check_loads
 from quantry.models.reader import open_checkpoint
-from quantry.proof.divergence import Array, Scores, scores_at
-from quantry.proof.served.contract import Served
+from quantry.proof.divergence import Array, Positions, Scores, compare_logits, scores_at
+from quantry.proof.served.contract import Served, ServedCaches
 from quantry.proof.text import Window
 from quantry.types import Progress
 
@@ -44,7 +45,41 @@ class EmbeddedLlama:
                 done += len(window.tokens)
                 if progress:
                     progress(done, sum(lengths), NAME)
-            return Served(NAME, f"xllamacpp {version('xllamacpp')}", scores, model.memory)
+            return Served(NAME, _version(), scores, model.memory)
+
+    def compare_caches(
+        self,
+        artefact: Path,
+        windows: Sequence[Window],
+        base: str,
+        caches: Sequence[str],
+        *,
+        progress: Progress | None = None,
+    ) -> ServedCaches:
+        """Runs one context for each cache over the same weights, all a piece of the tokens at a time, in step.
+
+        So the logits of one piece are all that is kept, however long the windows are.
+        """
+        lengths = [len(window.tokens) for window in windows]
+        file, done = gguf_file(artefact), 0
+        check_loads(file)
+        compared: dict[str, list[Positions]] = {cache: [] for cache in caches}
+        with ExitStack() as opened:
+            first = opened.enter_context(LlamaModel(file, max(lengths), self.threads, cache=base))
+            others = [opened.enter_context(first.beside(cache)) for cache in caches]
+            for window in windows:
+                parts: list[list[Positions]] = [[] for _ in caches]
+                for (start, rows), *rest in zip(
+                    *(model.logits_by_piece(window.tokens) for model in (first, *others)), strict=True
+                ):
+                    for part, (_, other) in zip(parts, rest, strict=True):
+                        part += _compared(window, start, rows, other)
+                    done += len(rows)
+                    if progress:
+                        progress(done, sum(lengths), NAME)
+                for cache, part in zip(caches, parts, strict=True):
+                    compared[cache].append(Positions.joined(part))
+        return ServedCaches(NAME, _version(), compared)
 
     def generate(self, artefact: Path, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
         longest = max((len(prompt) for prompt in prompts), default=0)
@@ -69,6 +104,20 @@ def gguf_file(artefact: Path) -> Path:
             f"{artefact} holds no GGUF file, and llama.cpp loads nothing else", fix="choose another engine"
         )
     return artefact / min(checkpoint.files)
+
+
+def _version() -> str:
+    return f"xllamacpp {version('xllamacpp')}"
+
+
+def _compared(window: Window, start: int, rows: Array, other: Array) -> list[Positions]:
+    """Compares the logits after the tokens from `start` on where a scored token comes next; none if none does."""
+    first, last = max(start, window.start - 1), min(start + len(rows), len(window.tokens) - 1)
+    if first >= last:
+        return []
+    here = slice(first - start, last - start)
+    p_logits, q_logits = torch.from_numpy(rows[here]), torch.from_numpy(other[here])
+    return [compare_logits(p_logits, q_logits, window.tokens[first + 1 : last + 1])]
 
 
 def _scores(model: LlamaModel, window: Window, ids: Array) -> Scores:

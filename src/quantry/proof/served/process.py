@@ -23,9 +23,10 @@ import numpy as np
 from quantry.engines.contract.catalogue import VerifyFacts
 from quantry.engines.contract.process_group import ended_with_us
 from quantry.errors import ModelNotFoundError, QuantryError
-from quantry.proof.divergence import Array, Scores, is_whole
-from quantry.proof.served.contract import Served
+from quantry.proof.divergence import Array, Positions, Scores, TopK, compare, is_whole
+from quantry.proof.served.contract import Served, ServedCaches
 from quantry.proof.text import Window
+from quantry.report.stages import stages
 from quantry.storage.temporary import temporary_folder
 from quantry.types import Progress
 
@@ -35,6 +36,7 @@ FIND = "import sys; from importlib.util import find_spec; sys.exit(find_spec(sys
 PATIENCE = 900.0  # seconds without a line: a large checkpoint may load from a slow disk for minutes between two
 ERROR_LINE = re.compile(r"[\w.]*(Error|Exception)\b")  # how the last line of a Python traceback starts
 MESSAGE = 400  # characters of an engine's message that are shown
+KEPT = 256  # likeliest tokens of a position that caches are compared on; 32k positions take 64 MB
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
 
@@ -56,6 +58,29 @@ class EngineProcess:
         longest = max(len(window.tokens) for window in windows)
         result = self._run(ScoringRequest(artefact, longest, windows, ids, options=self.options), progress)
         return Served(self.facts.label, result.version, result.scores, result.memory, result.notes)
+
+    def compare_caches(
+        self,
+        artefact: Path,
+        windows: Sequence[Window],
+        base: str,
+        caches: Sequence[str],
+        *,
+        progress: Progress | None = None,
+    ) -> ServedCaches:
+        """Starts the engine once for each cache: a cache is chosen when it starts."""
+        longest = max(len(window.tokens) for window in windows)
+        shown = stages(progress, dict.fromkeys(("", *caches), 1.0))
+        asked = ScoringRequest(artefact, longest, windows, options=self.options, cache=base, kept=KEPT)
+        first = self._run(asked, shown[""])
+        ids = [top.ids for top in first.tops]
+        compared: dict[str, list[Positions]] = {}
+        for cache in caches:
+            request = ScoringRequest(artefact, longest, windows, ids, options=self.options, cache=cache)
+            scores = self._run(request, shown[cache]).scores
+            compared[cache] = [compare(top, found) for top, found in zip(first.tops, scores, strict=True)]
+        note = f"of each position the {ids[0].shape[1]} likeliest tokens are compared, and the others as one"
+        return ServedCaches(self.facts.label, first.version, compared, (note,))
 
     def generate(self, artefact: Path, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
         if not prompts or max_tokens < 1:
@@ -117,27 +142,39 @@ class ScoringRequest:
     prompts: Sequence[Sequence[int]] = ()
     max_tokens: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
+    cache: str | None = None  # the type of the KV cache; None: the engine's choice
+    kept: int = 0  # without `ids`: the likeliest tokens of a position that the engine keeps
 
     def write(self, folder: Path) -> None:
         """Writes the files that the script reads."""
         request = {
             "model": str(self.artefact.resolve()), "length": self.length, "windows": len(self.windows),
             "prompts": [list(map(int, prompt)) for prompt in self.prompts], "max_tokens": self.max_tokens,
-            "options": dict(self.options),
+            "options": dict(self.options), "cache": self.cache,
         }  # fmt: skip
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
-        for number, (window, ids) in enumerate(zip(self.windows, self.ids, strict=True)):
-            rows = ids[:1] if is_whole(ids) else ids  # one row stands for all
-            np.savez(folder / f"window-{number}.npz", tokens=window.tokens, start=window.start, ids=rows)
+        for number, window in enumerate(self.windows):
+            wanted: dict[str, Any] = {"kept": np.array(self.kept)} if self.kept else {"ids": _one_row(self.ids[number])}
+            np.savez(folder / f"window-{number}.npz", tokens=window.tokens, start=window.start, **wanted)
 
     def read(self, folder: Path, notes: Iterable[str]) -> "ScoringResult":
         """Reads the files that the script wrote."""
         result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-        scores = []
+        scores, tops = list[Scores](), list[TopK]()
         for number in range(len(self.windows)):
             with np.load(folder / f"scored-{number}.npz") as stored:
-                scores.append(Scores(logq=stored["logq"], next=stored["next"], top=stored["top"]))
-        return ScoringResult(result["version"], result["memory"], (*result["notes"], *notes), scores, result["answers"])
+                if self.kept:
+                    names = ("ids", "logq", "tail", "next", "top")
+                    tops.append(TopK(*(stored[name] for name in names)))
+                else:
+                    scores.append(Scores(logq=stored["logq"], next=stored["next"], top=stored["top"]))
+        told = (*result["notes"], *notes)
+        return ScoringResult(result["version"], result["memory"], told, scores, tops, result["answers"])
+
+
+def _one_row(ids: Array) -> Array:
+    """Returns ids as they are stored: one row where it stands for all."""
+    return ids[:1] if is_whole(ids) else ids
 
 
 @dataclass(frozen=True)
@@ -148,6 +185,7 @@ class ScoringResult:
     memory: dict[str, int]
     notes: tuple[str, ...]
     scores: list[Scores]
+    tops: list[TopK]  # in place of scores where the engine kept its own likeliest tokens
     answers: list[list[int]]
 
 

@@ -4,8 +4,9 @@
 
 MODULE is the engine's Python module, SCORER the file with its class `Scorer` (see engines/scorers). FOLDER has
 request.json, and for each window window-N.npz (tokens, start, ids); it gets scored-N.npz (logq, next, top) and at last
-result.json. Nothing of Quantry is imported, since it may not be installed here; numpy and torch come with every engine.
-Lines that start with MARK are messages for the process that started this one.
+result.json. With `kept` in place of ids, the ids are the engine's own likeliest tokens, so many of each position; they
+are stored too, with the mass of all others (tail). Nothing of Quantry is imported, since it may not be installed here;
+numpy and torch come with every engine. Lines that start with MARK are messages for the process that started this one.
 """
 
 import json
@@ -37,11 +38,12 @@ class ScoredWindow:
         with np.load(file) as stored:
             self.tokens: list[int] = stored["tokens"].tolist()
             self.start = int(stored["start"])
-            ids = torch.from_numpy(stored["ids"].astype(np.int64))
+            self.kept = int(stored["kept"]) if "kept" in stored else None
+            ids = torch.zeros(1, self.kept) if self.kept else torch.from_numpy(stored["ids"])
         count = len(self.tokens) - self.start
-        self.ids = ids.expand(count, -1)  # a single row stands for all
+        self.ids = ids.long().expand(count, -1)  # a single row stands for all
         self.following = torch.tensor(self.tokens[self.start :])
-        self.logq, self.next = torch.empty(self.ids.shape), torch.empty(count)
+        self.logq, self.next, self.tail = torch.empty(self.ids.shape), torch.empty(count), torch.empty(count)
         self.top = torch.empty(count, dtype=torch.int32)
         self.seen, self.sound = torch.zeros(2, count, dtype=torch.bool)
 
@@ -57,11 +59,23 @@ class ScoredWindow:
         here = slice(first, first + len(rows))
         ids, following = self.ids[here].to(rows.device), self.following[here, None].to(rows.device)
         whole = rows.logsumexp(-1, keepdim=True)
-        self.logq[here] = (rows.gather(-1, ids) - whole).float().cpu()
+        if self.kept:
+            ids = self._keep(here, rows)
+        logq = rows.gather(-1, ids) - whole
+        self.logq[here], self.tail[here] = logq.float().cpu(), (1 - logq.exp().sum(-1)).clamp_min(0).log().float().cpu()
         self.next[here] = (rows.gather(-1, following) - whole)[:, 0].float().cpu()
         self.top[here] = rows.argmax(-1).int().cpu()
         self.sound[here] = whole[:, 0].isfinite().cpu()
         self.seen[here] = True
+
+    def _keep(self, here: slice, rows: Tensor) -> Tensor:
+        """Returns the ids of the likeliest tokens, and keeps them; a small vocabulary has fewer than were asked for."""
+        if not self.seen.any():
+            self.kept = min(self.kept or 0, rows.shape[-1])
+            self.ids, self.logq = torch.empty(len(self.seen), self.kept).long(), torch.empty(len(self.seen), self.kept)
+        ids = rows.topk(self.kept or 0, dim=-1, sorted=False).indices
+        self.ids[here] = ids.cpu()
+        return ids
 
     def save(self, file: Path) -> None:
         """Writes the scores. Raises an error if a position was not seen or is not finite."""
@@ -69,7 +83,8 @@ class ScoredWindow:
             raise RuntimeError(f"the engine showed the logits of {int(self.seen.sum())} of {len(self.seen)} positions")
         if not self.sound.all():
             raise ValueError(f"the logits of {int((~self.sound).sum())} of {len(self.sound)} positions are not finite")
-        np.savez(file, logq=self.logq.numpy(), next=self.next.numpy(), top=self.top.numpy())
+        own: dict[str, Any] = {"ids": self.ids.int().numpy(), "tail": self.tail.numpy()} if self.kept else {}
+        np.savez(file, logq=self.logq.numpy(), next=self.next.numpy(), top=self.top.numpy(), **own)
 
 
 def send(**message: Any) -> None:
