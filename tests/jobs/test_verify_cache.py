@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--context 2048 is more than the 1024 tokens that .* use --context 1024 or less": {"kv": "q8_0", "context": 2048},
     "--context is 1; give 2 or more": {"kv": "q8_0", "context": 1},
     "--context 512 is the length .* none is named; add --kv q8_0": {"context": 512},
-    "the text has 6 tokens and one window needs 1023; use a shorter --context": {"kv": "q8_0", "context": 1024, "text": "{text}"},
+    "short.txt has 6 tokens and one window needs 1023; use a shorter --context": {"kv": "q8_0", "context": 1024, "text": "{text}"},
 }  # fmt: skip
 
 
@@ -142,3 +143,14 @@ def test_windows_hold_as_many_tokens_as_the_proof(gguf: Path) -> None:
         return len(job.windows)
 
     assert [count(context) for context in (64, 128, 256, 1024)] == [4, 2, 1, 1]
+
+
+def test_each_of_several_texts_gives_windows(gguf: Path, tmp_path: Path) -> None:
+    for name, word in (("a.txt", "river "), ("b.txt", "tree ")):
+        (tmp_path / name).write_text(word * 400)
+    options = replace(OPTIONS, text=f"{tmp_path / 'a.txt'},{tmp_path / 'b.txt'}")
+    job = verify_cache.prepare(str(gguf), "demo", options, "q8_0", 128)
+    assert job is not None
+    assert job.text == "a.txt, b.txt"
+    assert len(job.windows) == 4
+    assert job.windows[0].tokens != job.windows[-1].tokens

@@ -15,7 +15,7 @@ from quantry.planning.memory.footprint import base_cache
 from quantry.proof.cache_loss import base_perplexity, cache_loss
 from quantry.proof.prove import VerifyOptions
 from quantry.proof.served.engines import scoring_engine
-from quantry.proof.text import Window, load_text
+from quantry.proof.text import Window, load_texts, names_of
 from quantry.proof.text import windows as cut
 from quantry.proof.unchanged import unchanged
 from quantry.quantizing.sources import open_source, tokenizer
@@ -49,18 +49,18 @@ def prepare(
 ) -> CacheJob | None:
     """Returns what is to be measured; None if no cache is asked for.
 
-    Windows hold as many tokens in all as those of the proof, and are at least one. Raises QuantryError if the engine
-    has no such cache, the context is beyond the model's, or the text has too few tokens for one window.
+    Windows hold as many tokens as those of the proof, and are at least one of each text. Raises QuantryError if the
+    engine has no such cache, the context is beyond the model's, or a text has too few tokens for one window.
     """
     if kv is None and context is None:
         return None
     options.check_engine(artefact)
     checkpoint = open_checkpoint(artefact)
     choice = cache_choice(checkpoint, options.engine, kv, context)
-    text, count = load_text(options.text), max(1, options.windows * options.length // choice.context)
-    words = tokenizer(open_source(reference))
-    windows = cut(text, words, choice.context, count if options.windows else None, option="--context")
-    return CacheJob(artefact, checkpoint, choice, options.engine_python, text.name, windows)
+    texts, count = load_texts(options.text), max(1, options.windows * options.length // choice.context)
+    words, each = tokenizer(open_source(reference)), count if options.windows else None
+    windows = [window for text in texts for window in cut(text, words, choice.context, each, option="--context")]
+    return CacheJob(artefact, checkpoint, choice, options.engine_python, ", ".join(names_of(texts)), windows)
 
 
 def measure(job: CacheJob, progress: Progress | None = None) -> dict[str, Any]:
