@@ -29,7 +29,7 @@ from quantry.models.linears import linears
 from quantry.models.reader import open_checkpoint
 from quantry.numerics.activations import Static, simulate
 from quantry.numerics.grids import dequantize
-from quantry.numerics.static import METHODS, SHRINKING, cache_scale, input_scale, percentile, squared_error
+from quantry.numerics.static import METHODS, SHRINKING, cache_scale, input_scale, outlying, percentile, squared_error
 from quantry.quantizing.calibration.observe import ObservedBlock, collect
 from quantry.quantizing.calibration.statistics import BINS, Heads, merge
 from quantry.quantizing.quantized_model import QuantizedModel
@@ -528,3 +528,21 @@ def test_an_input_with_a_zero_point_is_not_simulated(llama: Path, tmp_path: Path
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="static zero point for its input"):
         _ = open_source(tmp_path / "out").activations
+
+
+@pytest.mark.parametrize("outlier", [1.0, 20, 60, 100, 150, 1000])
+@pytest.mark.parametrize("grid", [INT8, FP8], ids=["int8", "fp8"])
+def test_outliers_that_drown_the_rest_are_found(grid: Grid, outlier: float) -> None:
+    """One value among many, against the error of rounding the others, of which a scale covers all."""
+    rows = torch.randn(400, 64, generator=torch.Generator().manual_seed(0)).double()
+    rows[3, 7] = outlier
+    scale = rows.abs().max() / 127
+    error = ((rows / scale).round() * scale - rows).square().mean(0).median() / rows.square().mean(0).median()
+    stats = Stats(400, rows.T @ rows / 400, rows.abs().amax(0), rows.abs().mean(0), rows.square().mean(0))
+    assert outlying(stats, grid) == (grid is INT8 and bool(error > 0.03))
+    assert outlying(stats, INT8) == (outlier >= 100)
+
+
+def test_an_input_of_zeros_has_no_outliers() -> None:
+    zeros = torch.zeros(8)
+    assert not outlying(Stats(4, torch.zeros(8, 8), zeros, zeros, zeros), INT8)

@@ -23,7 +23,7 @@ from quantry.quantizing.calibration.options import CalibrationOptions
 from quantry.quantizing.distil import rounding
 from quantry.quantizing.distil.in_place import replaced
 from quantry.quantizing.distil.rounding import Rounding, scaled_like, sentence
-from quantry.quantizing.distil.trained import INSIDE, MOVED, Levels
+from quantry.quantizing.distil.trained import INSIDE, Levels
 from quantry.quantizing.distil.training import cut
 from quantry.quantizing.quantized_model import QuantizedModel
 from quantry.quantizing.sources import open_source
@@ -127,8 +127,7 @@ def _one_step(model: Path, artefact: Path, stored: QuantizedModel) -> dict[str, 
         scale = effective_scale(tensor.grid, tensor.params).double()
         codes = tensor.codes.double()
         wide = scale.repeat_interleave(32, 1)
-        share = torch.where((original / wide - codes).abs() <= 0.5, INSIDE, MOVED) / 2
-        place = torch.maximum(torch.minimum(original / wide, codes + share), codes - share)
+        place = torch.maximum(torch.minimum(original / wide, codes + INSIDE / 2), codes - INSIDE / 2)
         place = place - 0.3 * gradient.sign()
         logs = -0.3 * (gradient * weight.detach()).view(*scale.shape, 32).sum(-1).sign()
         found[name] = place.round().clamp(-8, 7).float(), logs

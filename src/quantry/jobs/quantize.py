@@ -191,6 +191,10 @@ class QuantizeJob:
         both = _Progress(shown["weights"])
         walked = named(shown["text"], "calibrating") if measures_first else both.blocks
         calibration = self._calibrator.start(folder, reader.whole, walked) if self._calibrator else None
+        if calibration and recipe.stretches and not recipe.dynamic and (dynamic := calibration.outlying()):
+            found = replace(recipe, dynamic=dynamic, calibration=None)
+            noted = replace(options, notes=(*options.notes, _outliers(dynamic)))
+            return QuantizeJob(self._model, self._out, found, noted).run(shard_bytes, progress)
         if calibration and measures_first:
             assert isinstance(target, GgufTarget)
             vectors, file = calibration.importance(target.tensors())
@@ -387,6 +391,13 @@ def _steps(flag: str, wanted: bool, option: str, steps: int | None, usual: int) 
     if steps is not None and not wanted:
         raise RecipeError(f"--{option} {steps} has no use without --{flag}", fix="add it, or leave this out")
     return None if not wanted else usual if steps is None else steps
+
+
+def _outliers(modules: tuple[str, ...]) -> str:
+    """Returns what the card says of layers whose inputs keep dynamic scales."""
+    shown = ", ".join(modules[:4]) + (f" and {len(modules) - 4} more" if len(modules) > 4 else "")
+    layers = "1 layer scales its input" if len(modules) == 1 else f"{len(modules)} layers scale their inputs"
+    return f"{layers} by token while the engine runs, since outliers would stretch a stored scale: {shown}."
 
 
 def _cache_notes(recipe: Recipe) -> tuple[str, ...]:

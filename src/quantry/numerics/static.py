@@ -23,6 +23,7 @@ from quantry.numerics.scales import NVFP4_OUTER, stored
 from quantry.types import Grid, Stats
 
 PERCENT = 99.99
+NOISE = 0.03  # of the square of a typical channel: more than that a stored scale may not cost
 SHRINKING = tuple(2 ** (-step / 24) for step in range(24 * 8))  # of the largest magnitude, down to 1/256 of it
 
 
@@ -41,6 +42,19 @@ def input_scale(stats: Stats, grid: Grid, method: str = "minmax") -> Tensor:
         )
     top = METHODS[method](stats, grid)
     return torch.where(top > 0, NVFP4_OUTER / top, 1.0).float().reshape(1)
+
+
+def outlying(stats: Stats, grid: Grid) -> bool:
+    """Says if outliers stretch a stored scale so far that it would drown the rest of the input.
+
+    A scale that covers the range rounds with an error of a twelfth of its square, which is compared with the mean
+    square of the channel in the middle: a few channels or tokens do not move that. Floats have steps that shrink with
+    the values, and do not suffer.
+    """
+    if grid.kind != "int":
+        return False
+    scale = stats.absmax.max().double() / largest_code(grid)
+    return bool(scale.square() / 12 > NOISE * stats.mean_square.double().median())
 
 
 def cache_scale(largest: Tensor, grid: Grid) -> Tensor:

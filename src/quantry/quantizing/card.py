@@ -93,8 +93,9 @@ def finished(planned: Artefact, recipe: Recipe, tensors: TensorPlan, source: str
     is_computed = recipe.imatrix == AUTO  # the vectors, and what is chosen by them, are known after the calibration
     for key in ("quantry", "source_identity", "preset", "format", "recipe", *(() if is_computed else ("fates",))):
         before, now = content.get(key), wanted[key]
-        if is_computed and key == "recipe":
-            before, now = ({**(facts or {}), "imatrix": None} for facts in (before, now))
+        if key == "recipe":
+            found = {"dynamic": None, **({"imatrix": None} if is_computed else {})}  # by the calibration
+            before, now = ({**(facts or {}), **found} for facts in (before, now))
         if before != now:
             raise OutputError(f"{out} exists and was made with another {key.replace('_', ' ')}", fix=anew)
     files = content.get("files") or {}

@@ -15,6 +15,7 @@ from quantry.errors import RecipeError
 from quantry.formats.contract import FORMATS, load_format
 from quantry.formats.gguf import NAME as GGUF
 from quantry.methods.contract import FITS, ROUNDERS, TRANSFORMS
+from quantry.quantizing.calibration.record import Calibration
 from quantry.storage import read_data
 from quantry.types import Activation, Grid, Scheme
 
@@ -61,6 +62,14 @@ class Preset:
         """Says if the model has to be run on some text."""
         return self.needs_statistics or self.distilled
 
+    def with_dynamic_inputs(self) -> "Preset":
+        """Returns the preset with scales of inputs by token that the engine computes."""
+        static = self.scheme.static
+        if static is None:
+            return self
+        activation = Activation(replace(static.grid, block=(1, 0)))
+        return replace(self, scheme=replace(self.scheme, activation=activation))
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -69,36 +78,6 @@ class Rule:
     match: str
     preset: Preset | None
     type: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CalibratedText:
-    """One of several texts that a job was calibrated on."""
-
-    name: str
-    weight: float
-    fingerprint: str  # SHA-256 of its windows of tokens
-    samples: int
-    tokens: int
-    template: bool  # it has the form of the chat template
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """The text that a job was calibrated on."""
-
-    data: str
-    fingerprint: str  # SHA-256 of the windows of tokens
-    samples: int
-    length: int
-    seed: int
-    tokens: int
-    arithmetic: str  # what the model was run in
-    texts: tuple[CalibratedText, ...] = ()  # of a mixture
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the JSON of quantry.json; the texts are those of a mixture."""
-        return {key: value for key, value in asdict(self).items() if key != "texts" or value}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +92,7 @@ class Recipe:
     kv: str | None = None  # a name of KV
     sequential: bool = False  # calibrate each block on the output of the quantized blocks before it
     budget: str | None = None  # the size that the rules were chosen for, in words
+    dynamic: tuple[str, ...] = ()  # layers whose outliers are too large for a stored scale of the input
     rounding: int | None = None  # steps in which the codes of each stored block are trained
     distil: int | None = None  # steps in which the scales of the stored model are trained
 
@@ -128,10 +108,8 @@ class Recipe:
 
     def preset_for(self, module: str) -> Preset | None:
         """Returns the preset of a layer; None leaves it in 16 bit."""
-        for rule in self.rules:
-            if fnmatchcase(module, rule.match):
-                return rule.preset
-        return self.preset
+        preset = next((rule.preset for rule in self.rules if fnmatchcase(module, rule.match)), self.preset)
+        return preset.with_dynamic_inputs() if preset and module in self.dynamic else preset
 
     @property
     def presets(self) -> tuple[Preset, ...]:
@@ -160,6 +138,12 @@ class Recipe:
         return any(preset.distilled for preset in self.presets)
 
     @property
+    def stretches(self) -> bool:
+        """Says if outliers of an input may stretch a stored scale: those of integers."""
+        static = [preset.scheme.static for preset in self.presets]
+        return any(one is not None and one.grid.kind == "int" for one in static)
+
+    @property
     def histogram(self) -> bool:
         """Says if calibration has to count the magnitudes of inputs."""
         return any(preset.scheme.static and preset.input_scales in HISTOGRAMS for preset in self.presets)
@@ -181,7 +165,7 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the JSON of quantry.json; drops the optional fields that are not set."""
-        optional = ("calibration", "kv", "sequential", "budget", "rounding", "distil")
+        optional = ("calibration", "kv", "sequential", "budget", "dynamic", "rounding", "distil")
         facts = asdict(self) | ({"calibration": self.calibration.to_dict()} if self.calibration else {})
         return {key: value for key, value in facts.items() if key not in optional or value}
 

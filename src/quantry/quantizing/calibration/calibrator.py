@@ -20,11 +20,12 @@ from quantry.quantizing.calibration.advice import advise
 from quantry.quantizing.calibration.mixture import load_data
 from quantry.quantizing.calibration.options import CalibrationOptions
 from quantry.quantizing.calibration.per_block import BlockCalibration, BlockSteps
+from quantry.quantizing.calibration.record import CalibratedText, Calibration
 from quantry.quantizing.calibration.resumable_walk import ResumableWalk
 from quantry.quantizing.calibration.store import Statistics, default_store
 from quantry.quantizing.calibration.text import LENGTH, SAMPLES, SEED, CalibrationText
 from quantry.quantizing.calibration.transform import BlockTransform, even_grids
-from quantry.quantizing.recipe import CalibratedText, Calibration, Recipe
+from quantry.quantizing.recipe import Recipe
 from quantry.quantizing.tensor_plan import TensorPlan
 from quantry.types import Checkpoint, Progress
 

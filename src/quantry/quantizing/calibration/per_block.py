@@ -22,6 +22,7 @@ from quantry.methods.contract import Prepared, Rounder
 from quantry.methods.rounding import LayerInput
 from quantry.models.reader import IMPORTANCE
 from quantry.models.workspace import Workspace
+from quantry.numerics.static import outlying
 from quantry.quantizing.calibration.block_inputs import BlockInputs, StoredBlock
 from quantry.quantizing.calibration.findings import DISTILLED, EXPERTS, LOW_MEMORY, STARVED, Findings
 from quantry.quantizing.calibration.importance import sums
@@ -106,6 +107,19 @@ class BlockCalibration:
             path = folder / IMPORTANCE
             importance.write(path, sums(blocks, targets), [part.name for part in text.parts or (text,)], text.length)
             return importance.read(path), path.read_bytes()
+
+    def outlying(self) -> tuple[str, ...]:
+        """Returns the layers whose input has outliers that a stored scale cannot hold."""
+        found: list[str] = []
+        for index in range(self._statistics.count):
+            stats, _ = self._low_memory.run(index, partial(self._statistics.observed, index)).by_module()
+            if self._steps.transform:
+                stats = self._steps.transform.apply(index, stats, self._read).stats
+            for module, seen in stats.items():
+                scheme = self._steps.schemes.get(module)
+                if scheme and scheme.static and outlying(seen, scheme.static.grid):
+                    found.append(module)
+        return tuple(found)
 
     def notes(self) -> tuple[str, ...]:
         """Returns sentences for the model card."""

@@ -25,7 +25,7 @@ from quantry.numerics.scales import SMALLEST_E4M3, stored
 from quantry.types import Grid, Params, QTensor
 
 LARGEST_E4M3 = 448.0
-INSIDE, MOVED = 0.98, 0.8  # of the way to the border of a code, at most, at first; the second for moved codes
+INSIDE = 0.98  # of the way to the border of a code, at most, at first
 LEARNED = ("int", "e2m1")  # the kinds of grids whose codes are trained
 SUB_SCALES = {  # the smallest and largest of a type's sub-block scales; mins begin at 0
     "Q2_K": (0, 15), "Q3_K": (-32, 31), "Q4_K": (0, 63), "Q5_K": (0, 63), "Q6_K": (-128, 127), "IQ4_XS": (-32, 31),
@@ -200,15 +200,11 @@ class Levels:
         return self._values[self.index(places)]
 
     def held(self, values: Tensor, wished: Tensor) -> Tensor:
-        """Returns wished places, moved to where the given values of the grid are the nearest.
-
-        A code that error feedback has moved begins at some distance from the border: it was moved for a reason.
-        """
+        """Returns what is nearest to a wished place among those from which a value of the grid is the nearest."""
         first, last = self._values[:1] - self._below / 2, self._values[-1:] + self._above / 2
         borders, index = torch.cat((first, self._borders, last)), self.index(values)
-        low, high = borders[index], borders[index + 1]
-        share = torch.where((low <= wished) & (wished <= high), INSIDE, MOVED)
-        return torch.maximum(torch.minimum(wished, values + share * (high - values)), values + share * (low - values))
+        low, high = (values + INSIDE * (borders[index + side] - values) for side in (0, 1))
+        return torch.maximum(torch.minimum(wished, high), low)
 
 
 def _values(grid: Grid) -> Tensor:
