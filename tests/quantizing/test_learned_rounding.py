@@ -70,7 +70,6 @@ HOW: tuple[dict[str, Any], ...] = (
     {"preset": "Q3_K_M"},
     {"preset": "w2a16", "format": "gptq"},
     {"preset": "nvfp4a16"},
-    {"preset": "w8a8"},
     {"preset": "gguf-iq4_nl"},
 )
 
