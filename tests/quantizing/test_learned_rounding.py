@@ -14,7 +14,7 @@ import quantry
 from depth import cases
 from killed_jobs import contents
 from quantry.blockwise.walk import Walk
-from quantry.errors import RecipeError
+from quantry.errors import QuantryError, RecipeError
 from quantry.models.reader import open_checkpoint
 from quantry.numerics.grids import effective_scale
 from quantry.quantizing.calibration.calibrator import load_text
@@ -222,3 +222,20 @@ def test_what_has_no_use_is_refused_first(how: dict[str, Any], words: str, llama
     with pytest.raises(RecipeError, match=words):
         quantry.quantize(llama, tmp_path / "out", **{**LEARN, **how})
     assert not list(tmp_path.iterdir())
+
+
+def test_one_sample_is_refused_and_two_hold_one_out(llama: Path, tmp_path: Path) -> None:
+    how: dict[str, Any] = {**LEARN, "preset": "w4a16", "group": 32, "rounding_steps": 1}
+    with pytest.raises(QuantryError, match="1 sample is too few to train on"):
+        quantry.quantize(llama, tmp_path / "one", **{**how, "samples": 1})
+    assert not list(tmp_path.iterdir())
+    assert quantry.quantize(llama, tmp_path / "two", **{**how, "samples": 2}).files
+
+
+def test_a_model_of_stacks_alone_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path / "moe", "Qwen3MoeForCausalLM")
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('preset = "w4a16"\ngroup = 32\n[[rules]]\nmatch = "*self_attn*"\nkeep = true\n')
+    with pytest.raises(QuantryError, match="all quantized layers are parts of stacks"):
+        quantry.quantize(tmp_path / "moe", tmp_path / "out", recipe=recipe, **LEARN)
+    assert not (tmp_path / "out").exists()

@@ -364,7 +364,7 @@ def test_a_distilled_job_gives_heads_without_statistics(llama: Path, tmp_path: P
 
 
 def test_what_cannot_be_distilled_is_refused_before(llama: Path, tmp_path: Path) -> None:
-    with pytest.raises(QuantryError, match="1 sample is too few to distil on"):
+    with pytest.raises(QuantryError, match="1 sample is too few to train on"):
         BlockJob(llama, tmp_path / "out", preset="w8a8-zeroquant", sequential=False, samples=1)
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('preset = "w8a8-zeroquant"\n[[rules]]\nmatch = "*.layers.0.*"\npreset = "w8a8-smoothquant"\n')

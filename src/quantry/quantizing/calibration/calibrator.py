@@ -120,10 +120,8 @@ def prepare_calibration(
         )
     walk = Walk(PlainWeights(checkpoint, Path()), device=device, dtype=arithmetic(device))
     text = load_text(checkpoint, options)
-    if recipe.distilled and len(text.tokens) < 2:
-        raise QuantryError(
-            "1 sample is too few to distil on, since one is held out", fix="give --samples of at least 2"
-        )
+    if (recipe.distilled or recipe.trained) and len(text.tokens) < 2:
+        raise QuantryError("1 sample is too few to train on, since one is held out", fix="give --samples of at least 2")
     largest, rows = max(map(max, text.tokens)), walk.skeleton.rows
     if largest >= rows:
         raise CheckpointError(

@@ -49,6 +49,10 @@ class StoredMatrices:
         """Reads those whose parameter begins with `prefix`; returns them by parameter."""
         return {self._keys[matrix.name]: matrix for matrix in self._read(prefix)}
 
+    def any_inside(self, prefix: str) -> bool:
+        """Says if there are such matrices; reads one at most."""
+        return next(self._read(prefix), None) is not None
+
     def _read(self, prefix: str) -> Iterator[TrainedMatrix]:
         def wanted(name: str) -> bool:
             return name in self._keys and self._keys[name].startswith(prefix)

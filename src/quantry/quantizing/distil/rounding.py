@@ -21,6 +21,7 @@ from torch import Tensor
 
 from quantry.blockwise.skeleton import WeightSource
 from quantry.blockwise.walk import Batch, Block, Walk
+from quantry.errors import QuantryError
 from quantry.quantizing.calibration.distillation import drawn
 from quantry.quantizing.calibration.store import load_checked, pack_checked, write_whole
 from quantry.quantizing.distil.in_place import replaced
@@ -31,7 +32,7 @@ from quantry.quantizing.sources import open_stored
 from quantry.types import Progress
 
 RATE = 0.005  # steps of the grid that a place moves at first, and the same for the logarithm of a scale
-AT_ONCE = 4  # pieces of a step
+AT_ONCE = 4  # pieces of a step, at most
 HELD = 8  # one batch in so many is held out
 FITTED = 16  # rounds of least squares
 
@@ -51,14 +52,21 @@ class Rounding:
 
     def run(self, folder: Path) -> tuple[set[str], str]:
         """Trains all blocks that no earlier run has trained; returns the files that changed, and a sentence."""
-        student = Walk(open_stored(folder, str(self.device)), device=self.device, dtype=self.dtype, batch=AT_ONCE)
+        pieces = cut(self.windows)
+        batch = max(1, min(AT_ONCE, len(pieces) // 2))  # of two or more pieces one batch can be held out
+        student = Walk(open_stored(folder, str(self.device)), device=self.device, dtype=self.dtype, batch=batch)
         known = self._known(folder, student.count)
         changed: set[str] = set()
         for tensors, _ in known:
             changed |= replaced(folder, tensors)
         if len(known) < student.count:
-            teacher = Walk(self.source, device=self.device, dtype=self.dtype, batch=AT_ONCE)
-            matrices, pieces = StoredMatrices(folder, student.skeleton, self.device), cut(self.windows)
+            teacher = Walk(self.source, device=self.device, dtype=self.dtype, batch=batch)
+            matrices = StoredMatrices(folder, student.skeleton, self.device)
+            if not matrices.any_inside(f"{student.skeleton.stack}."):
+                raise QuantryError(
+                    "--learn-rounding finds no codes to train: all quantized layers are parts of stacks",
+                    fix="leave it out",
+                )
             for taught, block in zip(teacher.blocks(pieces), student.blocks(pieces), strict=True):
                 if block.index >= len(known):
                     known.append(self._trained(_Block(taught, block, teacher, student, matrices)))
@@ -120,7 +128,7 @@ class _Block:
             for batch, output in zip(self._teacher.batches, self._taught.outputs(), strict=True)
         ]
         pairs = list(zip(self._student.batches, outputs, strict=True))
-        return [pair for place, pair in enumerate(pairs) if place % HELD] or pairs, pairs[::HELD]
+        return [pair for place, pair in enumerate(pairs) if place % HELD], pairs[::HELD]
 
     def learn(self, transformed: bool) -> tuple[list[Tensor], list[Tensor]]:
         """Returns what is to be trained: places of codes and logarithms of scales."""

@@ -60,7 +60,7 @@ class TrainedGrid:
         """Makes the codes something to train from now on, near an unrounded matrix; returns `places`."""
         shape, scale = (original.shape[0], original.shape[1]), effective_scale(self._grid, self._tensor.params)
         wished = join(cut(original.float(), self._grid) / spread(scale), shape)
-        self._levels, self._zero = Levels(_values(self._grid)), _zero(self._tensor)
+        self._levels, self._zero = Levels(_values(self._grid).to(original.device)), _zero(self._tensor)
         self.places = (self._levels.held(self._units + self._zero, wished + self._zero) - self._zero).requires_grad_()
         return self.places
 
