@@ -217,17 +217,19 @@ class QuantizeJob:
     def _tuning(self, folder: Path, codes: Progress | None, scales: Progress | None) -> "InTurn":
         """Returns what trains the finished shards."""
         from quantry.quantizing.calibration.text import SEED
-        from quantry.quantizing.distil.rounding import Rounding  # imports transformers
-        from quantry.quantizing.distil.tuning import Distillation, InTurn, Stage, training_type
+        from quantry.quantizing.distil.lessons import Lessons  # imports transformers
+        from quantry.quantizing.distil.rounding import Rounding
+        from quantry.quantizing.distil.tuning import Distillation, InTurn, Stage
 
         assert self._calibrator is not None
-        recipe, device, text = self._recipe, self._options.device, self._calibrator.text
-        common = (PlainWeights(self._checkpoint, folder), text.tokens, device, training_type(device))
+        recipe, text = self._recipe, self._calibrator.text
+        source, device = PlainWeights(self._checkpoint, folder), self._options.device
+        lessons = Lessons(source, text.tokens, text.labels, device, SEED)
         stages: list[Stage] = []
         if recipe.rounding:
-            stages.append(Rounding(*common, recipe.rounding, SEED, recipe.transform is not None, codes))
+            stages.append(Rounding(lessons, recipe.rounding, recipe.transform is not None, codes))
         if recipe.distil:
-            stages.append(Distillation(*common, recipe.distil, SEED, text.labels, scales))
+            stages.append(Distillation(lessons, recipe.distil, scales))
         return InTurn(stages)
 
     def _prepared_calibration(self, recipe: Recipe) -> "Calibrator | None":

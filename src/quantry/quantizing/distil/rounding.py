@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantry.blockwise.skeleton import WeightSource
 from quantry.blockwise.walk import Batch, Block, Walk
 from quantry.errors import QuantryError
 from quantry.quantizing.calibration.distillation import drawn
 from quantry.quantizing.calibration.store import load_checked, pack_checked, write_whole
 from quantry.quantizing.distil.in_place import replaced
+from quantry.quantizing.distil.lessons import Lessons
 from quantry.quantizing.distil.matrices import StoredMatrices, TrainedMatrix
 from quantry.quantizing.distil.student import RoundedInputs
 from quantry.quantizing.distil.training import cut
@@ -41,27 +41,24 @@ FITTED = 16  # rounds of least squares
 class Rounding:
     """How the codes of a stored model are trained, in `steps` for each block."""
 
-    source: WeightSource  # the 16-bit model
-    windows: Sequence[Sequence[int]]
-    device: torch.device
-    dtype: torch.dtype
+    lessons: Lessons
     steps: int
-    seed: int
     transformed: bool  # the stored weights are scaled ones of the source
     progress: Progress | None = None
 
     def run(self, folder: Path) -> tuple[set[str], str]:
         """Trains all blocks that no earlier run has trained; returns the files that changed, and a sentence."""
-        pieces = cut(self.windows)
+        pieces = cut(self.lessons.windows)
         batch = max(1, min(AT_ONCE, len(pieces) // 2))  # of two or more pieces one batch can be held out
-        student = Walk(open_stored(folder, str(self.device)), device=self.device, dtype=self.dtype, batch=batch)
+        device, dtype = self.lessons.device, self.lessons.dtype
+        student = Walk(open_stored(folder, str(device)), device=device, dtype=dtype, batch=batch)
         known = self._known(folder, student.count)
         changed: set[str] = set()
         for tensors, _ in known:
             changed |= replaced(folder, tensors)
         if len(known) < student.count:
-            teacher = Walk(self.source, device=self.device, dtype=self.dtype, batch=batch)
-            matrices = StoredMatrices(folder, student.skeleton, self.device)
+            teacher = Walk(self.lessons.source, device=device, dtype=dtype, batch=batch)
+            matrices = StoredMatrices(folder, student.skeleton, device)
             if not matrices.any_inside(f"{student.skeleton.stack}."):
                 raise QuantryError(
                     "--learn-rounding finds no codes to train: all quantized layers are parts of stacks",
@@ -93,7 +90,7 @@ class Rounding:
         lessons, held = block.lessons()
         before = block.error(held)
         places, logs = block.learn(self.transformed)
-        for step, lesson in enumerate(drawn(len(lessons), self.steps, self.seed + block.index)):
+        for step, lesson in enumerate(drawn(len(lessons), self.steps, self.lessons.seed + block.index)):
             gradients = torch.autograd.grad(block.loss(lessons[lesson]), (*places, *logs))
             rate = RATE * (1 - step / self.steps)
             with torch.no_grad():

@@ -14,7 +14,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quantry.blockwise.skeleton import WeightSource
 from quantry.blockwise.walk import whole
 from quantry.devices.host import memory
 from quantry.errors import QuantryError, RecipeError
@@ -22,6 +21,7 @@ from quantry.models.workspace import Finished, Workspace
 from quantry.numerics.ggml.layout import BLOCKS
 from quantry.quantizing.calibration.store import load_checked, pack_checked, write_whole
 from quantry.quantizing.distil.in_place import replaced
+from quantry.quantizing.distil.lessons import Lessons
 from quantry.quantizing.distil.student import Student
 from quantry.quantizing.distil.trained import LEARNED, check_grid
 from quantry.quantizing.distil.training import Training
@@ -69,13 +69,8 @@ class InTurn:
 class Distillation:
     """The training of all scales, end to end."""
 
-    source: WeightSource  # the 16-bit model
-    windows: Sequence[Sequence[int]]
-    device: torch.device
-    dtype: torch.dtype
+    lessons: Lessons
     steps: int
-    seed: int
-    labels: Sequence[int] = ()  # which of several texts each window is from
     progress: Progress | None = None
 
     def run(self, folder: Path) -> tuple[set[str], str]:
@@ -88,8 +83,9 @@ class Distillation:
         return replaced(folder, tensors), _sentence(facts["steps"], facts["before"], facts["after"])
 
     def _trained(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
-        teacher = whole(self.source, device=self.device, dtype=self.dtype)
-        student = Student(folder, self.device, self.dtype)
+        lessons = self.lessons
+        teacher = whole(lessons.source, device=lessons.device, dtype=lessons.dtype)
+        student = Student(folder, lessons.device, lessons.dtype)
         if not student.logs:
             raise QuantryError(
                 "--distil finds no scales to train: all quantized layers are parts of stacks", fix="leave it out"
@@ -98,9 +94,9 @@ class Distillation:
             student.logits,
             lambda tokens: teacher(input_ids=tokens, use_cache=False).logits,
             student.logs,
-            self.windows,
-            self.seed,
-            self.labels,
+            lessons.windows,
+            lessons.seed,
+            lessons.labels,
         )
         steps = training.limited(self.steps)
         state = training.run(
@@ -112,11 +108,6 @@ class Distillation:
         improved = state.after < state.before
         stored = {name: tensor.contiguous().cpu() for name, tensor in student.stored().items()} if improved else {}
         return stored, {"steps": steps, "before": state.before, "after": state.after}
-
-
-def training_type(device: torch.device) -> torch.dtype:
-    """Returns the type that training computes in: gradients are too small for a CPU's bfloat16."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def check_rounding(plan: TensorPlan) -> None:
