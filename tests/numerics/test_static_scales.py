@@ -546,3 +546,10 @@ def test_outliers_that_drown_the_rest_are_found(grid: Grid, outlier: float) -> N
 def test_an_input_of_zeros_has_no_outliers() -> None:
     zeros = torch.zeros(8)
     assert not outlying(Stats(4, torch.zeros(8, 8), zeros, zeros, zeros), INT8)
+
+
+def test_a_channel_of_outliers_does_not_hide_itself() -> None:
+    """It raises the mean square of the input, and not that of a typical channel."""
+    square = torch.ones(64)
+    square[7] = 1e6
+    assert outlying(Stats(400, torch.diag(square), 3 * square.sqrt(), square.sqrt(), square), INT8)
