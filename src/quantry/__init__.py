@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Anatomy", "Artefact", "Device", "Difference", "Hardware", "Proof", "QuantryError", "__version__", "bench",
-    "cache", "convert", "diff", "hardware", "inspect", "matrix", "plan", "presets", "quantize", "run", "sensitivity",
-    "serve", "sweep", "tune", "verify",
+    "cache", "convert", "diff", "hardware", "inspect", "matrix", "merge", "plan", "presets", "quantize", "run",
+    "sensitivity", "serve", "sweep", "tune", "verify",
 ]  # fmt: skip
 
 _HOMES = {
@@ -49,6 +49,7 @@ _HOMES = {
     "hardware": "devices",
     "inspect": "models.anatomy",
     "matrix": "planning.matrices",
+    "merge": "quantizing.merge",
     "plan": "planning.plan",
     "presets": "quantizing.recipe",
     "quantize": "jobs.quantize",

@@ -23,7 +23,7 @@ HEAVY = {"torch", "transformers", "numpy", "gguf", "huggingface_hub", "safetenso
 def test_public_names_are_frozen() -> None:
     assert set(quantry.__all__) == {
         "Anatomy", "Artefact", "Device", "Difference", "Hardware", "Proof", "QuantryError", "__version__", "bench", "cache",
-        "convert", "diff", "hardware", "inspect", "matrix", "plan", "presets", "quantize", "run", "sensitivity", "serve", "sweep",
+        "convert", "diff", "hardware", "inspect", "matrix", "merge", "plan", "presets", "quantize", "run", "sensitivity", "serve", "sweep",
         "tune", "verify",
     }  # fmt: skip
     for name in quantry.__all__:
@@ -56,6 +56,7 @@ def test_flags_are_frozen() -> None:
             "--max-cost", "--output", "--price", "--prompt", "--requests-per-second", "--shared-prefix", "--suggest", "--tpot",
             "--trace", "--ttft", "-o", "model",
         ],
+        "merge": ["--dry-run", "--json", "--output", "--overwrite", "-o", "adapter", "base"],
         "presets": ["--json"],
         "quantize": [
             "--budget", "--data", "--device", "--distil", "--distil-steps", "--dry-run", "--format", "--gpu", "--group", "--imatrix",

@@ -15,6 +15,7 @@ from quantry.storage import ARTEFACT_FILE, home, write_atomically
 
 FOLDER = "origins"
 DEMO = "demo"
+MERGED = "merged"  # the preset that `quantry merge` records
 
 
 def remember(model: str | Path, digest: str) -> None:
@@ -45,7 +46,7 @@ def origin_of(artefact: str | Path, how: str = "with --reference") -> str:
         return name
     for place in (_remembered(digest), folder.parent / name, Path(name)):
         if place is not None and place.is_dir() and place.resolve() != folder.resolve() and _is(place, digest):
-            return origin_of(place, how) if (place / ARTEFACT_FILE).is_file() else str(place)
+            return str(place) if _is_trained(place) else origin_of(place, how)
     raise QuantryError(f"the model {name!r} that {artefact} was made from is not found", fix=f"name its folder {how}")
 
 
@@ -54,6 +55,11 @@ def _remembered(digest: str) -> Path | None:
         if digest.isalnum():
             return Path((home() / FOLDER / digest).read_text(encoding="utf-8"))
     return None
+
+
+def _is_trained(folder: Path) -> bool:
+    """Says if a folder is a model of its own: nothing of Quantry's, or an adapter merged into its base."""
+    return not (folder / ARTEFACT_FILE).is_file() or read_artefact_file(folder).get("preset") == MERGED
 
 
 def _is(folder: Path, digest: str) -> bool:

@@ -15,7 +15,7 @@ from quantry.types import Checkpoint
 SHARD_BYTES = 4 << 30
 NAMED = 256  # bytes of a tensor's name in headers, in the index and in quantry.json
 COPIED = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.py", "merges.txt", "vocab.txt", "LICENSE*", "NOTICE*")
-DTYPES = {"bf16": "bfloat16", "f16": "float16"}
+DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
 
 
 def files_beside(checkpoint: Checkpoint) -> int:
