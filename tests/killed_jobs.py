@@ -45,6 +45,11 @@ def quantize(model: Path, out: Path, cache: Path, options: dict[str, Any]) -> No
     quantry.quantize(model, out, **options)
 
 
+def merge(base: Path, adapter: Path, out: Path, options: dict[str, Any]) -> None:
+    """A job of merge."""
+    quantry.merge(base, adapter, out, **options)
+
+
 def sweep(out: Path, cache: Path, options: dict[str, Any]) -> None:
     """A sweep of the demo with a cache folder of its own."""
     os.environ["QUANTRY_CACHE"] = str(cache)

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+import killed_jobs
 import quantry
 from command import command
+from killed_jobs import kill_and_resume, started
 from quantry.errors import QuantryError
 from quantry.models.adapter import changes, open_adapter, scale_of
+from quantry.models.identity import identity
 from quantry.models.reader import demo_folder, open_checkpoint
 
 PROMPT = torch.tensor([[1, 17, 230, 41, 5, 999, 12, 3000]])
@@ -164,21 +168,14 @@ def test_merging_again_finds_the_same_job(base: Path, tmp_path: Path) -> None:
         quantry.merge(base, tmp_path / "adapter", tmp_path / "out")
 
 
-def test_stopped_merge_goes_on_to_the_same_bytes(base: Path, tmp_path: Path) -> None:
+def test_killed_merges_end_with_the_same_bytes(base: Path, tmp_path: Path) -> None:
     trained(tmp_path / "adapter", base, **LORA["plain"])
-    limit = 4 << 20
-    quantry.merge(base, tmp_path / "adapter", tmp_path / "whole", shard_bytes=limit)
 
-    def stop(done: int, total: int, label: str) -> None:
-        if done > total / 2:
-            raise KeyboardInterrupt
+    def start(out: Path) -> Any:
+        return started(killed_jobs.merge, base, tmp_path / "adapter", out, {"shard_bytes": 4 << 20})
 
-    with pytest.raises(KeyboardInterrupt):
-        quantry.merge(base, tmp_path / "adapter", tmp_path / "out", shard_bytes=limit, progress=stop)
-    assert not (tmp_path / "out").exists()
-    quantry.merge(base, tmp_path / "adapter", tmp_path / "out", shard_bytes=limit)
-    for file in (tmp_path / "whole").iterdir():
-        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
+    files, _ = kill_and_resume(start, tmp_path, "merge", rounds=4, shares=(0.05, 0.95))
+    assert sum(name.endswith(".safetensors") for name in files) > 2
 
 
 def edited(key: str, value: object) -> Callable[[Path], None]:
@@ -286,3 +283,28 @@ def test_changes_name_every_kind(adapter: Path) -> None:
     found = changes(open_adapter(adapter), open_checkpoint("demo"))
     assert found.head is None
     assert all(change.low_rank and change.low_rank.scale == 2.5 for change in found.by_tensor.values())
+
+
+def test_lineage_reaches_from_the_base_to_the_converted_artefact(tmp_path: Path) -> None:
+    trained(tmp_path / "adapter", demo_folder(), **LORA["plain"])
+    training = {"base": {"name": "demo"}, "data": {"name": "rows.jsonl", "sha256": "ab" * 32}}
+    (tmp_path / "adapter" / "quantry-adapt.json").write_text(json.dumps(training))
+    quantry.merge("demo", tmp_path / "adapter", tmp_path / "merged")
+    quantry.quantize(tmp_path / "merged", tmp_path / "int4", preset="w4a16-gptq", samples=2, length=64)
+    quantry.convert(tmp_path / "int4", tmp_path / "gptq", to="gptq")
+    note = json.loads((tmp_path / "gptq" / "quantry.json").read_text())
+    merged, quantized = note["lineage"]
+    digest = sha256((tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()).hexdigest()
+    assert merged["adapter"]["sha256"] == digest
+    assert merged["adapter"]["data"] == training["data"]
+    assert (merged["made"], merged["source"], quantized["source"]) == ("merged", "demo", "merged")
+    assert merged["source_identity"] == identity(open_checkpoint("demo"))
+    assert quantized["source_identity"] == identity(open_checkpoint(tmp_path / "merged"))
+    assert quantized["calibration"]["fingerprint"]
+    weights = sha256((tmp_path / "int4" / "model.safetensors").read_bytes()).hexdigest()
+    assert quantized["files"] == {"model.safetensors": weights}
+    shown = " ".join(command("inspect", tmp_path / "gptq").stdout.split())
+    assert f"merged from demo ({merged['source_identity'][:12]}), adapter adapter ({digest[:12]})" in shown
+    assert "rows.jsonl" in (tmp_path / "gptq" / "README.md").read_text()
+    assert str(tmp_path) not in json.dumps(note)
+    assert "lineage" not in json.loads((tmp_path / "merged" / "quantry.json").read_text())

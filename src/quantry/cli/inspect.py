@@ -30,7 +30,19 @@ def command(model: Model, json: flags.Json = False) -> None:
     """Show what a model is made of, from its headers alone."""
     from quantry.models.anatomy import inspect
 
-    print_result(inspect(model), picture, json)
+    print_result(inspect(model), lambda anatomy: [*picture(anatomy), *_chain(model)], json)
+
+
+def _chain(model: str) -> list["RenderableType"]:
+    """Lists the steps that an artefact of Quantry was made in; nothing for another model."""
+    from pathlib import Path
+
+    from rich.text import Text
+
+    from quantry.quantizing.lineage import lineage_of, lines
+
+    steps = lines(lineage_of(Path(model).expanduser()))
+    return ["", Text("made in these steps", "bold"), *steps] if steps else []
 
 
 def picture(anatomy: "Anatomy") -> list["RenderableType"]:

@@ -10,8 +10,8 @@ from quantry.cli._output import announce, finish, progress_bar
 
 GROUP = "make"
 EXAMPLES = (
-    "quantry merge owner/name my-adapter -o merged",
-    "quantry merge demo my-adapter -o merged --dry-run",
+    "quantry merge owner/name ./my-adapter -o merged",
+    "quantry merge demo ./my-adapter -o merged --dry-run",
 )
 Base = Annotated[str, typer.Argument(help="The 16-bit model that the adapter was trained on: folder, hub id or demo.")]
 AdapterFolder = Annotated[str, typer.Argument(help="A LoRA adapter: a folder that peft wrote.")]

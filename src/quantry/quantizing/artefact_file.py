@@ -93,6 +93,8 @@ class ArtefactNote(TypedDict, total=False):
     versions: dict[str, str]
     source: str
     source_identity: str
+    adapter: dict[str, Any]
+    lineage: list[dict[str, Any]]
     preset: str
     format: str
     parameters: int

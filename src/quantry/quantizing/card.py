@@ -8,7 +8,7 @@ import platform
 import re
 import shlex
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -63,10 +63,12 @@ def finish(planned: Artefact, files: Mapping[str, Finished], notes: tuple[str, .
     return replace(planned, files={name: asdict(done) for name, done in files.items()}, notes=notes)
 
 
-def as_json(artefact: Artefact, recipe: Recipe, tensors: TensorPlan, source: str) -> str:
+def as_json(
+    artefact: Artefact, recipe: Recipe, tensors: TensorPlan, source: str, facts: Mapping[str, Any] | None = None
+) -> str:
     """Returns quantry.json: recipe, versions, hashes, sizes, and the fate of every source tensor.
 
-    `source` is the identity of the checkpoint (models/identity.py).
+    `source` is the identity of the checkpoint (models/identity.py), `facts` are further fields.
     """
     unsaid = ("path", "source", *(() if artefact.expert_tokens else ("expert_tokens",)))
     content = {
@@ -75,6 +77,7 @@ def as_json(artefact: Artefact, recipe: Recipe, tensors: TensorPlan, source: str
         **{key: value for key, value in artefact.to_dict().items() if key not in unsaid},
         "source": Path(artefact.source).name,
         "source_identity": source,
+        **(facts or {}),
         "recipe": recipe.to_dict(),
         "fates": _fates(tensors),
     }
@@ -113,12 +116,16 @@ def _fates(tensors: TensorPlan) -> dict[str, list[str]]:
     return fates
 
 
-def as_markdown(artefact: Artefact, recipe: Recipe, tensors: TensorPlan, folder: Path) -> str:
-    """Returns the model card; `folder` is that of the source."""
+def as_markdown(
+    artefact: Artefact, recipe: Recipe, tensors: TensorPlan, folder: Path, steps: Sequence[str] = ()
+) -> str:
+    """Returns the model card; `folder` is that of the source, `steps` say where that comes from."""
     counts = Counter(fate.partition(":")[0] for fate in tensors.fates.values())
     rules = "".join(f"| {match} | {what} |\n" for match, what in _rules(recipe))
     name = Path(artefact.source).name
     head, missing = card_head(artefact, recipe, folder)
+    made_from = "".join(f"- {step}\n" for step in steps)
+    lineage = f"Steps before this one:\n\n{made_from}\n" if steps else ""
     return f"""---
 {head}
 ---
@@ -135,7 +142,7 @@ def as_markdown(artefact: Artefact, recipe: Recipe, tensors: TensorPlan, folder:
 | source tensors | {", ".join(f"{count} {fate}" for fate, count in counts.items())} |
 {rules}
 {"".join(f"{note}{chr(10)}" for note in (*artefact.notes, *missing))}
-{_serving(artefact, recipe)}
+{lineage}{_serving(artefact, recipe)}
 {SECTION[0]}
 {MEASURED}
 Nothing yet: `quantry verify .` in this folder compares it with the 16-bit model, and writes the figures here.

@@ -1,7 +1,6 @@
 """`quantry merge`: a base and an adapter become one 16-bit checkpoint, with the loop of quantizing."""
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from quantry.storage.reading import read_json
 from quantry.types import Artefact, Checkpoint, Grid, Progress, Scheme, TensorInfo
 
 TRAINING = "quantry-adapt.json"  # what `quantry adapt` leaves beside an adapter
+SETTINGS = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save")
 UNTIED = "The head has weights of its own now: the adapter changes it and the embedding in different ways."
 
 
@@ -75,11 +75,13 @@ class Merging:
         found = changes(adapter, checkpoint)
         self.folder = local_folder(base)
         self.source = identity(open_checkpoint(self.folder))
-        _check_trained_on(adapter, self.source, str(base))
+        training = _training(adapter)
+        _check_trained_on(adapter, training, self.source, str(base))
         self.checkpoint, self._adapter = checkpoint, adapter
         merged = merged_checkpoint(checkpoint, found)
         self.plan = _plan(merged, set(found.by_tensor))
-        self.recipe = Recipe(_preset(adapter, self.plan.dtype), CAST)
+        self._facts = _facts(adapter, training)
+        self.recipe = Recipe(_preset(f"{self._facts['name']} (sha256 {self._facts['sha256']})", self.plan.dtype), CAST)
         planned = card.plan(str(base), out, self.recipe, dissect(merged), self.plan)
         self.planned = card.finish(planned, {}, (UNTIED,) if found.head else ())
         self._config = merged.config
@@ -91,7 +93,7 @@ class Merging:
         container = SafetensorsFolder(small.items(), self._config, self.plan.dtype)
         job = WriteJob(
             self.checkpoint, self.folder, self.recipe, self.plan, self.planned, container,
-            shard_bytes or SHARD_BYTES, self.source, overwrite=overwrite,
+            shard_bytes or SHARD_BYTES, self.source, overwrite=overwrite, adapter=self._facts,
         )  # fmt: skip
         return write(job, self._maker, progress=progress)
 
@@ -123,18 +125,19 @@ def _piece(tensor: TensorInfo) -> KeptTensor:
     return KeptTensor(tensor.name, tensor.name, (tensor.name, tensor.dtype, tensor.shape))
 
 
-def _preset(adapter: Adapter, dtype: str) -> Preset:
-    """Returns what the recipe records: the adapter by its name and bytes."""
+def _preset(name: str, dtype: str) -> Preset:
+    scheme = Scheme(Grid("f16" if dtype == "f16" else "bf16", 16))
+    return Preset(MERGED, f"The adapter {name} merged into its base", scheme, (CAST,))
+
+
+def _facts(adapter: Adapter, training: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what quantry.json records of an adapter: its name, bytes and settings, and the data it was trained on."""
     with (adapter.folder / WEIGHTS).open("rb") as file:
         digest = file_digest(file, "sha256").hexdigest()
-    settings = sorted((key, json.dumps(value)) for key, value in adapter.config.items() if key in _SETTINGS and value)
-    about = ", ".join(f"{key} {value}" for key, value in settings)
-    scheme = Scheme(Grid("f16" if dtype == "f16" else "bf16", 16))
-    name = adapter.folder.resolve().name
-    return Preset(MERGED, f"The adapter {name} ({about}; sha256 {digest}) merged into its base", scheme, (CAST,))
-
-
-_SETTINGS = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save")
+    settings = {key: adapter.config[key] for key in SETTINGS if adapter.config.get(key)}
+    data = training.get("data")
+    trained_on = {"data": data} if isinstance(data, dict) else {}
+    return {"name": adapter.folder.resolve().name, "sha256": digest, "settings": settings, **trained_on}
 
 
 def _check_base(checkpoint: Checkpoint) -> None:
@@ -146,13 +149,15 @@ def _check_base(checkpoint: Checkpoint) -> None:
         )
 
 
-def _check_trained_on(adapter: Adapter, source: str, base: str) -> None:
-    """Raises CheckpointError if the adapter says that it was trained on other weights."""
+def _training(adapter: Adapter) -> dict[str, Any]:
+    """Returns what `quantry adapt` has recorded of an adapter; nothing for one of another tool."""
     file = adapter.folder / TRAINING
-    if not file.is_file():
-        return
-    content: dict[str, Any] = read_json(file, fix="remove it, or train the adapter again", error=RecipeError)
-    trained_on = content.get("base")
+    return read_json(file, fix="remove it, or train the adapter again", error=RecipeError) if file.is_file() else {}
+
+
+def _check_trained_on(adapter: Adapter, training: Mapping[str, Any], source: str, base: str) -> None:
+    """Raises CheckpointError if the adapter says that it was trained on other weights."""
+    trained_on = training.get("base")
     known: dict[str, Any] = trained_on if isinstance(trained_on, dict) else {}
     if known.get("identity", source) != source:
         raise CheckpointError(

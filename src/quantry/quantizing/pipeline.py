@@ -20,6 +20,7 @@ from quantry.errors import QuantryError
 from quantry.models.workspace import Finished, Workspace, workspace
 from quantry.quantizing import card
 from quantry.quantizing.calibration.block_inputs import BlockInputs, NoCalibration
+from quantry.quantizing.lineage import lineage_of, lines
 from quantry.quantizing.origin import remember
 from quantry.quantizing.recipe import Recipe
 from quantry.quantizing.shards import Container, ShardedWriter, entries_of
@@ -66,6 +67,7 @@ class WriteJob:
     device: str = "cpu"  # devices sum in different orders
     extra_files: Mapping[str, bytes] = field(default_factory=dict)
     overwrite: bool = False
+    adapter: Mapping[str, Any] | None = None  # that is merged in: name, hash, settings, data
 
     def identity(self) -> dict[str, Any]:
         """Returns what makes two runs the same job."""
@@ -94,6 +96,7 @@ def write(
     its name. Raises OutputError if the folder cannot be written; what is stored so far is kept.
     """
     known_blocks = calibration or NoCalibration()
+    steps = lineage_of(job.folder)  # a damaged quantry.json of the source is refused before the work
     with workspace(Path(job.planned.path), job.identity(), overwrite=job.overwrite) as work:
         if calibration:
             calibration.resume(work)
@@ -114,7 +117,7 @@ def write(
         tuned = tuning.notes() if tuning else ()
         notes = (*job.planned.notes, *maker.notes(), *known_blocks.notes(), *tuned)
         experts = job.planned.expert_tokens or known_blocks.expert_tokens()
-        return _finish(work, replace(job, planned=replace(job.planned, expert_tokens=experts)), files, notes)
+        return _finish(work, replace(job, planned=replace(job.planned, expert_tokens=experts)), files, notes, steps)
 
 
 class _WorkDone:
@@ -163,11 +166,15 @@ def _device_memory(piece: Piece) -> Iterator[None]:
         ) from error
 
 
-def _finish(work: Workspace, job: WriteJob, files: Mapping[str, Finished], notes: tuple[str, ...]) -> Artefact:
+def _finish(
+    work: Workspace, job: WriteJob, files: Mapping[str, Finished], notes: tuple[str, ...], steps: list[dict[str, Any]]
+) -> Artefact:
     for name, data in job.extra_files.items():
         work.write(name, data)
     artefact = card.finish(job.planned, files, notes)
-    work.write(ARTEFACT_FILE, card.as_json(artefact, job.recipe, job.plan, job.source).encode())
-    work.write("README.md", card.as_markdown(artefact, job.recipe, job.plan, job.folder).encode())
+    facts = {"adapter": job.adapter, "lineage": steps}
+    said = {key: value for key, value in facts.items() if value}
+    work.write(ARTEFACT_FILE, card.as_json(artefact, job.recipe, job.plan, job.source, said).encode())
+    work.write("README.md", card.as_markdown(artefact, job.recipe, job.plan, job.folder, lines(steps)).encode())
     remember(job.folder, job.source)
     return artefact
