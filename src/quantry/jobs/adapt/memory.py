@@ -15,8 +15,8 @@ from quantry.types import Anatomy, Checkpoint
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: a code, and a nested scale for 64 of them
 TRAINED = 4  # float32 copies of the adapter: weights, gradients, two moments of Adam
 LOGITS = 3  # float32 copies of the logits: themselves, their logarithms, the gradient
-# Bytes kept for the backward pass, in inputs and outputs of linears: 1.03 on the demo in float32. The rest is a margin for
-# gradients, and for the float32 copies of inputs that an adapter keeps beside bfloat16, which was not measured.
+# Bytes kept for the backward pass, in inputs and outputs of linears: 1.03 on the demo in float32. The rest is a margin
+# for gradients, and for the float32 copies of inputs that an adapter keeps beside bfloat16, which was not measured.
 KEPT = 1.7
 AT_ONCE = 2048  # tokens that run together, unless a single row is longer
 
