@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import quantry
+from quantry.jobs.adapt.result import Adapter
 from quantry.jobs.auto.sensitivity import Sensitivity
 from quantry.jobs.load.bench import Bench
 from quantry.jobs.load.tune import Tuned
@@ -38,6 +39,7 @@ RESULTS: dict[str, tuple[type, str]] = {  # what a command prints with --json, a
     "plan": (Plan, "plan.md"),
     "quantize": (quantry.Artefact, "quantize.md"),
     "convert": (quantry.Artefact, "quantize.md"),
+    "adapt": (Adapter, "adapt.md"),
     "sensitivity": (Sensitivity, "budget.md"),
     "sweep": (Sweep, "sweep.md"),
     "verify": (quantry.Proof, "verify.md"),

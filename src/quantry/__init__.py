@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quantry.devices import Device, Hardware, hardware
     from quantry.errors import QuantryError
+    from quantry.jobs.adapt.adapt import adapt
     from quantry.jobs.auto.sensitivity import sensitivity
     from quantry.jobs.load.bench import bench
     from quantry.jobs.load.tune import tune
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Anatomy", "Artefact", "Device", "Difference", "Hardware", "Proof", "QuantryError", "__version__", "bench",
-    "cache", "convert", "diff", "hardware", "inspect", "matrix", "merge", "plan", "presets", "quantize", "run",
+    "Anatomy", "Artefact", "Device", "Difference", "Hardware", "Proof", "QuantryError", "__version__", "adapt",
+    "bench", "cache", "convert", "diff", "hardware", "inspect", "matrix", "merge", "plan", "presets", "quantize", "run",
     "sensitivity", "serve", "sweep", "tune", "verify",
 ]  # fmt: skip
 
@@ -42,6 +43,7 @@ _HOMES = {
     "Hardware": "devices",
     "Proof": "types",
     "QuantryError": "errors",
+    "adapt": "jobs.adapt.adapt",
     "bench": "jobs.load.bench",
     "cache": "storage.cache",
     "convert": "quantizing.convert",

@@ -22,7 +22,7 @@ HEAVY = {"torch", "transformers", "numpy", "gguf", "huggingface_hub", "safetenso
 
 def test_public_names_are_frozen() -> None:
     assert set(quantry.__all__) == {
-        "Anatomy", "Artefact", "Device", "Difference", "Hardware", "Proof", "QuantryError", "__version__", "bench", "cache",
+        "Anatomy", "Artefact", "Device", "Difference", "Hardware", "Proof", "QuantryError", "__version__", "adapt", "bench", "cache",
         "convert", "diff", "hardware", "inspect", "matrix", "merge", "plan", "presets", "quantize", "run", "sensitivity", "serve", "sweep",
         "tune", "verify",
     }  # fmt: skip
@@ -39,6 +39,10 @@ def test_flags_are_frozen() -> None:
         for name, command in group.commands.items()  # type: ignore[attr-defined]
     }
     assert flags == {
+        "adapt": [
+            "--alpha", "--batch", "--data", "--device", "--dry-run", "--epochs", "--held-back", "--json", "--length", "--output",
+            "--overwrite", "--qlora", "--rank", "--rate", "--rslora", "--seed", "--steps", "--target", "-o", "model",
+        ],
         "bench": [
             "--against", "--answer-tokens", "--api-key", "--chat", "--concurrency", "--dataset", "--guidellm-python", "--json", "--model",
             "--output", "--prompt-tokens", "--rate", "--requests", "--seconds", "--seed", "--shared-prefix", "--slo", "--timeout",
@@ -132,6 +136,7 @@ WRONG = {
     "text": ("diff", "demo", "demo", "--text", "nothing.txt"),
     "engine": ("run", "demo", "--engine", "nonsense"),
     "data": ("sensitivity", "demo", "--data", "nothing.txt"),
+    "data of adapt": ("adapt", "demo", "--data", "nothing.jsonl", "-o", "out"),
 }
 
 
@@ -242,7 +247,7 @@ def test_unreadable_values_do_not_leak_a_traceback(make_folder: MakeFolder) -> N
 def test_unknown_plugin_is_answered_with_the_choices() -> None:
     with pytest.raises(UnknownNameError, match=r"unknown cli 'inspct'; did you mean inspect\?"):
         registry.load("quantry.cli", "inspct")
-    with pytest.raises(UnknownNameError, match="choose one of: bench, cache, chat, convert, diff, hardware"):
+    with pytest.raises(UnknownNameError, match="choose one of: adapt, bench, cache, chat, convert, diff, hardware"):
         registry.load("quantry.cli", "zzz")
     assert registry.load("quantry.cli", "inspect").__name__ == "quantry.cli.inspect"
 

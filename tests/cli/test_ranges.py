@@ -17,6 +17,7 @@ from quantry.errors import QuantryError
 OTHERS = {"concurrency", "rate", "prompt_tokens", "answer_tokens"}  # numbers as text: 1,4,16 or 256,stdev=64
 SERVED = {"serve", "tune"}  # of a GGUF file, for which every one of these options has a meaning
 WORDS = {
+    "adapt": ("demo", "--data", "demo", "-o", "out"),
     "plan": ("demo",),
     "run": ("demo", "--yes"),
     "quantize": ("demo", "-o", "out", "--preset", "awq"),

@@ -80,9 +80,12 @@ def check_finished(path: Path) -> None:
             raise QuantryError(f"{path} is not finished: {partial} holds its first part", fix=UNFINISHED)
 
 
-def check_target(out: Path, *, artefact: bool = False) -> None:
-    """Raises OutputError unless OUT is new or empty, or with `artefact` a finished artefact, in a writable folder."""
-    known = artefact and (out / ARTEFACT_FILE).is_file()
+def check_target(out: Path, *, artefact: bool = False, record: str = ARTEFACT_FILE) -> None:
+    """Raises OutputError unless OUT is new or empty, or with `artefact` a finished artefact, in a writable folder.
+
+    `record` is the file that makes a folder an artefact of this kind of job.
+    """
+    known = artefact and (out / record).is_file()
     if out.exists() and not known and (not out.is_dir() or any(out.iterdir())):
         raise OutputError(f"{out} exists and is not an empty folder", fix="choose another output or remove it")
     parent = next(folder for folder in out.absolute().parents if folder.exists())
@@ -111,14 +114,14 @@ def check_room(out: Path, parts: Mapping[str, int]) -> None:
         )
 
 
-def recover(out: Path) -> None:
+def recover(out: Path, record: str = ARTEFACT_FILE) -> None:
     """Ends what a job was killed in: a whole artefact gets its final name, and one that it replaces is removed."""
     partial, replaced = _partial(out), out.with_name(out.name + REPLACED)
-    whole = not (partial / JOB).exists() and all((partial / name).is_file() for name in (ARTEFACT_FILE, "README.md"))
+    whole = not (partial / JOB).exists() and all((partial / name).is_file() for name in (record, "README.md"))
     if whole and not (out.exists() and any(out.iterdir())):
         with _lock(out):
             _rename(partial, out)
-    if replaced.is_dir() and (out / ARTEFACT_FILE).is_file():
+    if replaced.is_dir() and (out / record).is_file():
         shutil.rmtree(replaced, ignore_errors=True)
 
 

@@ -166,7 +166,7 @@ class _Reader:
         document = self._documents.read(number)
         if isinstance(document, str):
             return document + BREAK
-        kind, content = _content(document, self._where(number))
+        kind, content = content_of(document, self._where(number))
         if kind == "text":
             return str(content) + BREAK
         if template_of(self._tokenizer):
@@ -192,7 +192,7 @@ class _Reader:
         return f"{self._documents.name}, document {number + 1}"
 
 
-def _content(record: Record, where: str) -> tuple[str, Any]:
+def content_of(record: Record, where: str) -> tuple[str, Any]:
     """Returns what a record holds: a text, or messages that are a chat or a prompt with its completion."""
     if isinstance(record.get("text"), str):
         return "text", record["text"]
