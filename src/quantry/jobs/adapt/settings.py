@@ -10,8 +10,8 @@ from quantry.types import Anatomy
 ALL_LINEAR = "all-linear"  # peft's word for every linear layer but the output head
 RANK, EPOCHS, LENGTH, SEED, HELD_BACK = 16, 3, 2048, 0, 0.1
 SCALE = 2.0  # of the adapter's output; alpha / rank, with rsLoRA alpha / sqrt(rank)
-# Parameters of the model, up to -> rate, rows of a step. From 1B up as in QLoRA (arXiv 2305.14314, 2023). The
-# first row was tried on the demo; the second lies between.
+# Parameters of the model, up to -> rate, rows of a step. The first row was tried on the demo; the others are usual
+# values that were not measured.
 BY_SIZE = ((1e8, 2e-3, 8), (1e9, 5e-4, 8), (2e10, 2e-4, 16), (float("inf"), 1e-4, 16))
 RANGES: dict[str, tuple[float, float]] = {  # both ends are allowed
     "rank": (1, 1024), "alpha": (1, 65536), "epochs": (1, 10_000), "steps": (1, 10_000_000), "batch": (1, 65536),
